@@ -1,0 +1,118 @@
+# `make help` lists the targets.
+#
+# Variables, on the command line or in the environment:
+#   LIBFABRIC_HOME  where libfabric is; else /opt/amazon/efa, else pkg-config's
+#   CUDA_HOME       where the CUDA Toolkit is; else /usr/local/cuda;
+#                   empty (make CUDA_HOME=): build without
+#   CXX, CXXFLAGS   the compiler and its options
+#   BUILD           where to build (build)
+#   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
+
+BUILD ?= build
+CXXFLAGS ?= -O2 -g
+CHAPTER ?= 7_queue
+OUR_CXXFLAGS := -std=c++20 -Wall -Wextra -Werror
+
+PROGRAMS := $(basename $(notdir $(shell ls src/*.cpp | sort -t/ -k2 -V)))
+
+# ---- libfabric ----
+
+comma := ,
+
+ifeq ($(LIBFABRIC_HOME),)
+LIBFABRIC_HOME := $(wildcard /opt/amazon/efa)
+endif
+ifneq ($(LIBFABRIC_HOME),)
+LIBFABRIC_DIR := $(patsubst %/,%,$(dir $(firstword \
+  $(wildcard $(LIBFABRIC_HOME)/lib64/libfabric.so \
+             $(LIBFABRIC_HOME)/lib/libfabric.so \
+             $(LIBFABRIC_HOME)/lib/*/libfabric.so))))
+LIBFABRIC_CXXFLAGS := -I$(LIBFABRIC_HOME)/include
+LIBFABRIC_LIBS := -L$(LIBFABRIC_DIR) -lfabric
+else
+LIBFABRIC_CXXFLAGS := $(shell pkg-config --cflags libfabric 2>/dev/null)
+LIBFABRIC_LIBS := $(shell pkg-config --libs libfabric 2>/dev/null || \
+                    echo -lfabric)
+endif
+# A directory that has to be named to the linker has to be found at run time too.
+LIBFABRIC_LIBS += $(patsubst -L%,-Wl$(comma)-rpath$(comma)%,\
+                    $(filter -L%,$(LIBFABRIC_LIBS)))
+
+# ---- CUDA ----
+
+CUDA_HOME ?= $(wildcard /usr/local/cuda)
+ifneq ($(CUDA_HOME),)
+CUDA_LIB := $(firstword $(wildcard $(CUDA_HOME)/lib64/libcudart_static.a \
+              $(CUDA_HOME)/lib/libcudart_static.a \
+              $(CUDA_HOME)/targets/*/lib/libcudart_static.a))
+ifeq ($(CUDA_LIB),)
+$(error no libcudart_static.a under CUDA_HOME=$(CUDA_HOME); \
+        `make CUDA_HOME=` builds without CUDA)
+endif
+# The static runtime: such a program starts where there is no driver, too.
+CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
+CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
+endif
+
+# ---- Building ----
+
+.PHONY: all $(PROGRAMS)
+all: $(PROGRAMS)
+$(PROGRAMS): %: $(BUILD)/%
+
+# Programs before 6_write know nothing of GPUs.
+$(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_CXXFLAGS :=
+$(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_LIBS :=
+
+$(BUILD)/%: src/%.cpp $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
+	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
+
+# Not a program of the tutorial: the tests use it to send what none would.
+$(BUILD)/sender: scripts/sender.cpp $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< \
+	  $(LDFLAGS) $(LIBFABRIC_LIBS)
+
+# Changes when the options do, so that all is built again then.
+FLAGS := $(CXX) $(CXXFLAGS) $(LDFLAGS) $(LIBFABRIC_CXXFLAGS) \
+         $(LIBFABRIC_LIBS) $(CUDA_HOME)
+$(BUILD)/.flags: FORCE
+	@mkdir -p $(BUILD)
+	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
+.PHONY: FORCE
+FORCE:
+
+# ---- Everything else ----
+
+.PHONY: demo test lint clean help
+# These install what they need first; only then is there a libfabric to find,
+# hence another make.
+demo:
+	@scripts/install-deps.sh build
+	@$(MAKE) --no-print-directory $(BUILD)/$(CHAPTER)
+	@scripts/demo.sh $(BUILD)/$(CHAPTER) $(ARGS)
+
+test:
+	@scripts/install-deps.sh build test
+	@scripts/test.sh
+
+# What a program adds to the one before it: make diff-7.
+diff-%:
+	@scripts/diff.sh $* $(PROGRAMS)
+
+lint:
+	@scripts/install-deps.sh lint
+	clang-format --dry-run -Werror src/*.cpp scripts/*.cpp
+
+clean:
+	rm -rf $(BUILD)
+
+help:
+	@echo 'make            build all programs into $(BUILD)/'
+	@echo 'make 7_queue    build one: $(PROGRAMS)'
+	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
+	@echo 'make test       build and check everything'
+	@echo 'make diff-7     what 7 adds to the program before it'
+	@echo 'make lint       check the formatting'
+	@echo 'make clean      remove $(BUILD)/'
+	@echo 'make CUDA_HOME= build without CUDA (now: $(or $(CUDA_HOME),none))'

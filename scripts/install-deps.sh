@@ -1,0 +1,83 @@
+#!/bin/bash
+# Installs what is missing and nothing else, and says what it is about to run.
+#
+# Usage: scripts/install-deps.sh [build] [test] [lint]     (build)
+set -euo pipefail
+
+[ $# -gt 0 ] || set -- build
+
+# What is missing, as package names: Debian's and Ubuntu's, Fedora's and Amazon
+# Linux's.
+apt=()
+dnf=()
+need() {  # DEBIAN_PACKAGES FEDORA_PACKAGES COMMAND...: needed unless it succeeds
+  local deb=$1 rpm=$2
+  shift 2
+  if ! "$@" >/dev/null 2>&1; then
+    # Word splitting is meant: there may be several packages.
+    apt+=($deb)
+    dnf+=($rpm)
+  fi
+}
+
+has_libfabric() {
+  [ -e "${LIBFABRIC_HOME:-/opt/amazon/efa}/include/rdma/fabric.h" ] ||
+    pkg-config --exists libfabric
+}
+
+has_pytest() {
+  python3 -c "import pytest, xdist" || {
+    command -v pytest-3 && pytest-3 --version -p xdist
+  }
+}
+
+for group in "$@"; do
+  case $group in
+    build)
+      need g++ gcc-c++ command -v "${CXX:-g++}"
+      need make make command -v make
+      need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
+        has_libfabric
+      ;;
+    test)
+      need git git command -v git
+      need "python3-pytest python3-pytest-xdist" \
+        "python3-pytest python3-pytest-xdist" has_pytest
+      need iproute2 iproute command -v ip
+      ;;
+    lint)
+      need clang-format clang-tools-extra command -v clang-format
+      ;;
+    *)
+      echo "usage: $0 [build] [test] [lint]" >&2
+      exit 2
+      ;;
+  esac
+done
+
+[ ${#apt[@]} -gt 0 ] || exit 0
+
+as_root=()
+if [ "$(id -u)" -ne 0 ]; then
+  command -v sudo >/dev/null || {
+    echo "error: missing: ${apt[*]}; installing takes root or sudo" >&2
+    exit 1
+  }
+  as_root=(sudo)
+fi
+
+run() {
+  echo "+ $*"
+  "$@"
+}
+
+if command -v apt-get >/dev/null; then
+  run "${as_root[@]}" apt-get update -q
+  run "${as_root[@]}" env DEBIAN_FRONTEND=noninteractive \
+    apt-get install -q -y --no-install-recommends "${apt[@]}"
+elif command -v dnf >/dev/null; then
+  run "${as_root[@]}" dnf install -y "${dnf[@]}"
+else
+  echo "error: neither apt-get nor dnf is here; missing: ${apt[*]}" >&2
+  exit 1
+fi

@@ -1,0 +1,197 @@
+"""What the tests share: building the programs, running servers and clients."""
+
+import os
+import re
+import signal
+import subprocess
+import threading
+import time
+
+import pytest
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue"]
+# As libfabric chooses, then each software provider of libfabric 1.17.
+PROVIDERS = ["", "shm", "net", "sockets", "udp;ofi_rxd"]
+# What a client says when it has seen that all is right.
+SUCCESS = {
+    "4_hello": "they are in the server's memory",
+    "5_reverse": "The text is correct.",
+    "6_write": "Data is correct.",
+    "7_queue": "Data is correct.",
+}
+# For those whose default takes long.
+QUICK = {"7_queue": ["65536", "100", "3"]}
+
+
+def available(provider):
+    """Whether this libfabric has the provider: newer ones have dropped some."""
+    env = dict(os.environ, FI_PROVIDER=provider)
+    done = subprocess.run([os.path.join(ROOT, "build/4_hello"), "--list"],
+                          env=env, capture_output=True, check=False)
+    return done.returncode == 0
+
+
+def make(*arguments, **env):
+    """Runs make and returns what it printed. Nothing is inherited from the make
+    that runs the tests."""
+    clean = {k: v for k, v in os.environ.items()
+             if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    done = subprocess.run(["make", "-j2", *arguments], cwd=ROOT,
+                          env={**clean, **env}, text=True, check=False,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "builds(*names): the builds to test")
+
+
+def pytest_generate_tests(metafunc):
+    """Every test that takes `build` runs with the plain programs and with those
+    that have sanitizers."""
+    if "build" in metafunc.fixturenames:
+        marker = metafunc.definition.get_closest_marker("builds")
+        names = marker.args if marker else ("plain", "sanitized")
+        metafunc.parametrize("build", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
+def build(request):
+    """The folder with the programs to test. scripts/test.sh has built them."""
+    return {"plain": "build", "sanitized": "build/sanitized"}[request.param]
+
+
+class Process:
+    """A program that runs, and what it has printed so far."""
+
+    def __init__(self, command, provider="", netns=None, stdin=None, **env):
+        if provider:
+            env["FI_PROVIDER"] = provider
+        if provider == "net":
+            # The net provider of libfabric 1.17 leaks by itself; what we leak,
+            # the others show.
+            env["LSAN_OPTIONS"] = "suppressions=scripts/lsan.txt"
+        if netns:
+            command = ["ip", "netns", "exec", netns, *command]
+        self.command = command
+        self.started = time.monotonic()
+        self.popen = subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, **env}, text=True,
+            stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, errors="replace")
+        self.lines = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self):
+        for line in self.popen.stdout:
+            self.lines.append(line)
+
+    @property
+    def output(self):
+        return "".join(self.lines)
+
+    def wait_for(self, pattern, timeout=15, count=1, after=0):
+        """Waits until `count` parts of what it has printed, the first `after`
+        lines apart, match; returns the last of them."""
+        end = time.monotonic() + timeout
+        while True:
+            alive = self.popen.poll() is None
+            text = "".join(self.lines[after:])
+            matches = list(re.finditer(pattern, text, re.M))
+            if len(matches) >= count:
+                return matches[count - 1]
+            assert alive, f"{self.command} ended:\n{self.output}"
+            assert time.monotonic() < end, f"no {pattern} in:\n{self.output}"
+            time.sleep(0.01)
+
+    def write(self, line):
+        self.popen.stdin.write(line + "\n")
+        self.popen.stdin.flush()
+
+    def signal(self, signum):
+        self.popen.send_signal(signum)
+
+    def wait(self, timeout=60):
+        """Waits for its end; returns the exit status."""
+        self.popen.wait(timeout)
+        self.seconds = time.monotonic() - self.started
+        self.reader.join(timeout)
+        return self.popen.returncode
+
+
+def owned_shm_files(pids):
+    """Files in /dev/shm that these processes have left. The shm provider names
+    them after the process."""
+    return [name for name in os.listdir("/dev/shm")
+            if re.split(r"[^0-9]", name.split("//")[-1].lstrip("_"))[0]
+            in [str(pid) for pid in pids]]
+
+
+@pytest.fixture
+def run():
+    """Starts processes, and ends what is still running after the test."""
+    processes = []
+
+    def start(command, *args, **kwargs):
+        process = Process(command, *args, **kwargs)
+        processes.append(process)
+        return process
+
+    yield start
+    for process in processes:
+        if process.popen.poll() is None:
+            process.popen.kill()
+            process.popen.wait()
+        if process.popen.stdin:
+            process.popen.stdin.close()
+        process.reader.join()
+        process.popen.stdout.close()
+    for name in owned_shm_files([p.popen.pid for p in processes
+                                 if p.popen.returncode == -signal.SIGKILL]):
+        os.unlink("/dev/shm/" + name)
+
+
+class Server:
+    """A server, its address, and clients for it."""
+
+    def __init__(self, run, build, program, provider="", netns=None, **env):
+        self.run = run
+        self.program = program
+        self.path = f"{build}/{program}"
+        self.provider = provider
+        self.env = env
+        self.process = run([self.path], provider, netns, **env)
+        match = self.process.wait_for(
+            r"following command:\n.* ([0-9a-f]+)\n")
+        self.address = match.group(1)
+
+    def start_client(self, *args, netns=None):
+        return self.run([self.path, self.address, *args], self.provider, netns,
+                        **self.env)
+
+    def check_client(self, *args, netns=None, timeout=60):
+        """Runs a client, which has to succeed; returns it."""
+        client = self.start_client(*(args or QUICK.get(self.program, [])),
+                                   netns=netns)
+        status = client.wait(timeout)
+        assert status == 0, client.output + "\nserver:\n" + self.process.output
+        assert SUCCESS[self.program] in client.output
+        return client
+
+    def stop(self, signum=signal.SIGTERM):
+        """Ends the server as a user does, and checks how it ends."""
+        assert self.process.popen.poll() is None, self.process.output
+        self.process.signal(signum)
+        assert self.process.wait(10) == 0, self.process.output
+        assert not owned_shm_files([self.process.popen.pid])
+
+
+@pytest.fixture
+def serve(run, build):
+    """Starts a server of a program: serve("4_hello", "shm")."""
+    def start(program, provider="", **kwargs):
+        return Server(run, build, program, provider, **kwargs)
+    return start

@@ -1,0 +1,18 @@
+#!/bin/bash
+# Builds all that the tests run, then runs them: scripts/test.sh [pytest options]
+# For example, one test: scripts/test.sh -k test_four_clients
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+# Nothing of the make that called us, but its variables are meant.
+unset MAKEFLAGS MAKELEVEL MFLAGS
+
+make -j2
+make -j2 BUILD=build/sanitized \
+  CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined"
+make BUILD=build build/sender
+
+pytest=(python3 -m pytest)
+if command -v pytest-3 >/dev/null; then pytest=(pytest-3); fi
+# Most of what the tests do is to wait, so several wait at a time.
+exec "${pytest[@]}" -p no:cacheprovider -n 3 scripts "$@"

@@ -1,0 +1,182 @@
+"""The Makefile and the scripts, as a reader uses them."""
+
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import time
+
+import pytest
+
+from conftest import PROGRAMS, ROOT, SUCCESS, make
+
+
+def scratch_make(tmp_path, *arguments, **env):
+    return make(f"BUILD={tmp_path}/build", *arguments, **env)
+
+
+@pytest.mark.parametrize("cuda", [[], ["CUDA_HOME="]],
+                         ids=["cuda-if-there", "no-cuda"])
+@pytest.mark.parametrize("compiler", ["g++", "clang++"])
+def test_builds(tmp_path, compiler, cuda):
+    """All programs, without a warning: warnings are errors."""
+    if shutil.which(compiler) is None:
+        pytest.skip(f"{compiler} is not here")
+    scratch_make(tmp_path, f"CXX={compiler}", *cuda)
+    for program in PROGRAMS:
+        done = subprocess.run([tmp_path / "build" / program, "--help"],
+                              check=False, capture_output=True)
+        assert done.returncode == 0
+
+
+def test_make_one(tmp_path):
+    """make 4_hello builds it and nothing else; then nothing is left to do; other
+    options build it again."""
+    output = scratch_make(tmp_path, "4_hello")
+    assert "4_hello.cpp" in output and "5_reverse" not in output
+    assert "4_hello.cpp" not in scratch_make(tmp_path, "4_hello")
+    assert "4_hello.cpp" in scratch_make(tmp_path, "4_hello", "CXXFLAGS=-O0")
+
+
+def test_programs_before_6_know_no_cuda(tmp_path):
+    output = scratch_make(tmp_path, "-n")
+    for line in re.sub(r"\\\n", " ", output).splitlines():
+        if "4_hello.cpp" in line or "5_reverse.cpp" in line:
+            assert "cuda" not in line.lower()
+
+
+def test_libfabric_home(tmp_path):
+    """LIBFABRIC_HOME comes first, and into the run path."""
+    home = tmp_path / "fabric"
+    (home / "lib").mkdir(parents=True)
+    (home / "lib" / "libfabric.so").touch()
+    output = scratch_make(tmp_path, "-n", "4_hello", f"LIBFABRIC_HOME={home}")
+    assert f"-I{home}/include" in output
+    assert f"-L{home}/lib -lfabric" in output
+    assert f"-Wl,-rpath,{home}/lib" in output
+
+
+def test_help_and_diff():
+    output = make("help")
+    for target in ["make demo", "make test", "make diff-7", "make clean"]:
+        assert target in output
+    for number, program in enumerate(PROGRAMS[1:], 5):
+        assert f"+++ b/src/{program}.cpp" in make(f"diff-{number}")
+    assert "first program" in make("diff-4")
+
+
+def test_dependencies_are_here():
+    """When all is there, nothing is done."""
+    done = subprocess.run(["scripts/install-deps.sh", "build", "test"],
+                          cwd=ROOT, capture_output=True, check=True)
+    assert not done.stdout and not done.stderr
+
+
+def test_shared_code_is_the_same():
+    """What two programs share stands in both, letter for letter, and a step
+    hardly removes anything."""
+    for before, after in zip(PROGRAMS, PROGRAMS[1:]):
+        done = subprocess.run(
+            ["git", "diff", "--no-index", "--numstat", f"src/{before}.cpp",
+             f"src/{after}.cpp"], cwd=ROOT, text=True, capture_output=True,
+            check=False)
+        removed = int(done.stdout.split()[1])
+        with open(f"{ROOT}/src/{before}.cpp") as file:
+            total = len(file.readlines())
+        assert removed <= 0.06 * total, (before, after)
+
+
+def test_source_format():
+    for folder, _, names in os.walk(f"{ROOT}/src"):
+        for name in names:
+            with open(os.path.join(folder, name)) as file:
+                for number, line in enumerate(file, 1):
+                    assert len(line.rstrip("\n")) <= 80, (name, number)
+                    assert line == line.rstrip() + "\n", (name, number)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_demo(program):
+    output = make("demo", CHAPTER=program)
+    lines = output.splitlines()
+    assert any(line.startswith("server | ") for line in lines)
+    assert any(line.startswith("client | ") and SUCCESS[program] in line
+               for line in lines)
+    assert left_running(program) == []
+
+
+def test_demo_tells_the_status():
+    """It exits with the client's."""
+    done = subprocess.run(["scripts/demo.sh", "build/6_write", "7", "1"],
+                          cwd=ROOT, check=False, capture_output=True)
+    assert done.returncode == 2
+
+
+def left_running(program, folder="build"):
+    """The processes that run this very program."""
+    path = os.path.join(ROOT, folder, program)
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            if os.readlink(f"/proc/{pid}/exe") == path:
+                found.append(int(pid))
+        except OSError:
+            pass
+    return found
+
+
+@pytest.mark.parametrize("moment", [0.2, 0.6, 1.5])
+def test_demo_interrupted(tmp_path, moment):
+    """Ctrl-C on a terminal leaves nothing running."""
+    program = tmp_path / "7_queue"
+    shutil.copy(f"{ROOT}/build/7_queue", program)
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv("/bin/bash", ["bash", "scripts/demo.sh", str(program),
+                               "65536", "1000", "100000"])
+    end = time.monotonic() + moment
+    os.set_blocking(terminal, False)
+
+    def drain(until):
+        while time.monotonic() < until:
+            try:
+                os.read(terminal, 65536)
+            except BlockingIOError:
+                time.sleep(0.01)
+            except OSError:
+                return
+
+    drain(end)
+    os.write(terminal, b"\x03")
+    drain(time.monotonic() + 5)
+    _, status = os.waitpid(pid, 0)
+    os.close(terminal)
+    # 1 where the client was the first to notice.
+    assert os.waitstatus_to_exitcode(status) in (130, 1)
+    assert left_running("7_queue", str(tmp_path)) == []
+
+
+def test_progress_on_a_terminal(tmp_path):
+    """One line, written over."""
+    master, slave = pty.openpty()
+    server = subprocess.Popen(["build/7_queue"], cwd=ROOT, stdout=slave,
+                              stdin=subprocess.DEVNULL)
+    os.close(slave)
+    output = b""
+    try:
+        while not re.search(rb"command:\r\n.* ([0-9a-f]+)\r\n", output):
+            output += os.read(master, 65536)
+        address = re.search(rb"command:\r\n.* ([0-9a-f]+)\r\n", output)[1]
+        subprocess.run(["build/7_queue", address.decode(), "65536", "1000",
+                        "30"], cwd=ROOT, check=True, capture_output=True)
+        while not re.search(rb"WRITE: 100%[^\r\n]*\r\n", output):
+            output += os.read(master, 65536)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(10) == 0
+        os.close(master)
+    assert output.count(b"\r[") >= 2
+    assert output.count(b"Mpps") == output.count(b"\r[")

@@ -182,6 +182,7 @@ def test_impossible_addresses(run, serve, program, provider):
     server.stop()
 
 
+@pytest.mark.builds("sanitized")  # it takes long
 @providers
 @pytest.mark.parametrize("program", ["6_write", "7_queue"])
 def test_memory_that_is_not_there(run, serve, program, provider):
@@ -195,6 +196,7 @@ def test_memory_that_is_not_there(run, serve, program, provider):
     server.stop()
 
 
+@pytest.mark.builds("sanitized")  # it takes long
 @providers
 @pytest.mark.parametrize("program", PROGRAMS[1:])
 def test_silent_client(run, serve, program, provider):

@@ -83,6 +83,7 @@ def test_progress_lines(serve):
     server.stop()
 
 
+@pytest.mark.builds("plain")  # it takes long
 @pytest.mark.parametrize("provider", **ids)
 def test_eagain(serve, provider):
     """A client that is stopped for a while fills all queues. -FI_EAGAIN is met,

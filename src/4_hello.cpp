@@ -416,9 +416,12 @@ void Network::RegisterMemory(Buffer& buf, uint64_t access) {
   size_t key_bits = 8 * info->domain_attr->mr_key_size;
   attr.requested_key =
       key_bits < 64 ? random() & ((UINT64_C(1) << key_bits) - 1) : random();
-  FiCheck(fi_mr_regattr(domain, &attr, 0, &buf.mr),
-          "fi_mr_regattr of " + std::to_string(buf.size) +
-              " bytes (is `ulimit -l`, the limit of locked memory, too low?)");
+  int ret = fi_mr_regattr(domain, &attr, 0, &buf.mr);
+  FiCheck(ret, "fi_mr_regattr of " + std::to_string(buf.size) + " bytes" +
+                   (ret == -FI_ENOMEM
+                        ? " (`ulimit -l`, the limit of locked memory, may be "
+                          "too low)"
+                        : ""));
   mrs.push_back(buf.mr);
 }
 

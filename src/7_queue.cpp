@@ -543,8 +543,8 @@ void Network::Open(struct fi_info* list) {
 
 // Opens one more endpoint, with queues of its own, on the domain of another
 // Network, which must outlive this one. Memory registered with either serves
-// both. Closing an endpoint is the only sure way to be rid of what is in flight:
-// so one that serves a single client can forget it by being closed.
+// both. Closing an endpoint is the only sure way to be rid of what is in
+// flight, so one that serves a single client forgets it by being closed.
 void Network::OpenBeside(const Network& other) {
   info = fi_dupinfo(other.info);
   fabric = other.fabric;
@@ -642,9 +642,12 @@ void Network::RegisterMemory(Buffer& buf, uint64_t access) {
   size_t key_bits = 8 * info->domain_attr->mr_key_size;
   attr.requested_key =
       key_bits < 64 ? random() & ((UINT64_C(1) << key_bits) - 1) : random();
-  FiCheck(fi_mr_regattr(domain, &attr, 0, &buf.mr),
-          "fi_mr_regattr of " + std::to_string(buf.size) +
-              " bytes (is `ulimit -l`, the limit of locked memory, too low?)");
+  int ret = fi_mr_regattr(domain, &attr, 0, &buf.mr);
+  FiCheck(ret, "fi_mr_regattr of " + std::to_string(buf.size) + " bytes" +
+                   (ret == -FI_ENOMEM
+                        ? " (`ulimit -l`, the limit of locked memory, may be "
+                          "too low)"
+                        : ""));
   mrs.push_back(buf.mr);
 }
 
@@ -659,8 +662,9 @@ void Network::PostSend(Peer* peer, Buffer& buf, size_t len,
   Post(NewOp(RdmaOpType::kSend, peer, &buf, len, callback));
 }
 
-// Sends a few bytes if there is room for them now, and does not care what becomes
-// of them: there is no completion, and `data` is free at once (fi_inject(3)).
+// Sends a few bytes if there is room for them now, and does not care what
+// becomes of them: there is no completion, and `data` may go at once. See
+// fi_inject in fi_msg(3).
 void Network::Inject(Peer* peer, const void* data, size_t len) {
   fi_inject(ep, data, len, peer->fi_addr);
 }
@@ -1445,8 +1449,8 @@ bool TakeMessage(Network& net, Inbox& inbox, uint64_t session, Message& message,
   return false;
 }
 
-// Asks the server for its time until it has some. Returns the endpoint that will
-// serve us.
+// Asks the server for its time until it has some. Returns the endpoint that
+// will serve us.
 Peer* Connect(Network& net, Inbox& inbox, Outbox& outbox, Peer* listener,
               const AppConnectMessage& connect) {
   bool told = false;

@@ -257,6 +257,8 @@ struct Network {
   std::deque<RdmaOp> ops;
   // Those of them that are not in flight.
   std::vector<RdmaOp*> free_ops;
+  // Called now and then while we wait for a peer. It must not wait itself.
+  std::function<void()> housekeeping;
   std::mt19937_64 random{std::random_device{}()};
 
   Network() = default;
@@ -273,7 +275,7 @@ struct Network {
   void PostRecv(Buffer& buf, const RdmaCallback& callback);
   void PostSend(Peer* peer, Buffer& buf, size_t len,
                 const RdmaCallback& callback);
-  void Inject(Peer* peer, const void* data, size_t len);
+  bool Inject(Peer* peer, const void* data, size_t len);
 
   size_t PollCompletion();
   void WaitUntil(const char* what, Peer* peer,
@@ -467,10 +469,10 @@ void Network::PostSend(Peer* peer, Buffer& buf, size_t len,
 }
 
 // Sends a few bytes if there is room for them now, and does not care what
-// becomes of them: there is no completion, and `data` may go at once. See
-// fi_inject in fi_msg(3).
-void Network::Inject(Peer* peer, const void* data, size_t len) {
-  fi_inject(ep, data, len, peer->fi_addr);
+// becomes of them: there is no completion, and `data` may go at once. False if
+// there was no room. See fi_inject in fi_msg(3).
+bool Network::Inject(Peer* peer, const void* data, size_t len) {
+  return fi_inject(ep, data, len, peer->fi_addr) == 0;
 }
 
 RdmaOp* Network::NewOp(RdmaOpType type, Peer* peer, Buffer* buf, size_t len,
@@ -613,6 +615,7 @@ void Network::WaitUntil(const char* what, Peer* peer,
                                "; is the other side still running?");
     }
     if (polls % kPollsPerClock != 0) continue;
+    if (housekeeping) housekeeping();
     int64_t now = Now();
     if (since == 0 || peer->progress != progress) {
       progress = peer->progress;
@@ -913,9 +916,8 @@ int ServerMain(const char* program) {
     try {
       ReverseRequestState s;
       s.HandleConnect(net, connect);
-      unsigned polls = 0;
-      s.net.WaitUntil("serving the client", s.client, [&] {
-        if (++polls % kPollsPerClock == 0) listener.TurnAway();
+      s.net.housekeeping = [&listener] { listener.TurnAway(); };
+      s.net.WaitUntil("serving the client", s.client, [&s] {
         s.HandleMessages();
         return s.state == ReverseRequestState::State::kDone;
       });

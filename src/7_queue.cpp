@@ -407,6 +407,8 @@ struct Network {
   std::deque<RdmaOp> ops;
   // Those of them that are not in flight.
   std::vector<RdmaOp*> free_ops;
+  // Called now and then while we wait for a peer. It must not wait itself.
+  std::function<void()> housekeeping;
   // What a WRITE asks for: to be complete when the data is in place.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
   // What waits for a WRITE from elsewhere, by its immediate data.
@@ -431,7 +433,7 @@ struct Network {
   void PostRecv(Buffer& buf, const RdmaCallback& callback);
   void PostSend(Peer* peer, Buffer& buf, size_t len,
                 const RdmaCallback& callback);
-  void Inject(Peer* peer, const void* data, size_t len);
+  bool Inject(Peer* peer, const void* data, size_t len);
 
   void PostWrite(Peer* peer, const RdmaWriteOp& write,
                  const RdmaCallback& callback);
@@ -663,10 +665,10 @@ void Network::PostSend(Peer* peer, Buffer& buf, size_t len,
 }
 
 // Sends a few bytes if there is room for them now, and does not care what
-// becomes of them: there is no completion, and `data` may go at once. See
-// fi_inject in fi_msg(3).
-void Network::Inject(Peer* peer, const void* data, size_t len) {
-  fi_inject(ep, data, len, peer->fi_addr);
+// becomes of them: there is no completion, and `data` may go at once. False if
+// there was no room. See fi_inject in fi_msg(3).
+bool Network::Inject(Peer* peer, const void* data, size_t len) {
+  return fi_inject(ep, data, len, peer->fi_addr) == 0;
 }
 
 // Writes into memory of the peer, whose program takes no part in it.
@@ -859,6 +861,7 @@ void Network::WaitUntil(const char* what, Peer* peer,
                                "; is the other side still running?");
     }
     if (polls % kPollsPerClock != 0) continue;
+    if (housekeeping) housekeeping();
     int64_t now = Now();
     if (since == 0 || peer->progress != progress) {
       progress = peer->progress;
@@ -1317,11 +1320,10 @@ struct RandomFillRequestState {
     int64_t now = Now();
     if (state == State::kWrite && progress_line.IsDue(now)) PrintProgress(now);
     if (now - reported_at < kReportPeriod) return;
-    reported_at = now;
     AppProgressMessage report = {{AppMessageType::kProgress, 0, session},
                                  finished_write_ops,
                                  total_write_ops};
-    outbox.Send(net, client, &report, sizeof(report));
+    if (net.Inject(client, &report, sizeof(report))) reported_at = now;
   }
 
   void PrintProgress(int64_t now) {
@@ -1406,12 +1408,11 @@ int ServerMain(const char* program) {
     try {
       RandomFillRequestState s(&source);
       s.HandleConnect(net, connect);
-      unsigned polls = 0;
-      s.net.WaitUntil("serving the client", s.client, [&] {
-        if (++polls % kPollsPerClock == 0) {
-          listener.TurnAway();
-          s.Report();
-        }
+      s.net.housekeeping = [&listener, &s] {
+        listener.TurnAway();
+        s.Report();
+      };
+      s.net.WaitUntil("serving the client", s.client, [&s] {
         s.HandleMessages();
         s.ContinueMakePages();
         s.ContinuePostWrite();

@@ -753,7 +753,7 @@ size_t Network::PollCompletion() {
   size_t count = 0;
   for (;;) {
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
-    if (ret == -FI_EAGAIN || ret == 0) return count;
+    if (ret == -FI_EAGAIN || ret == 0) break;
     if (ret == -FI_EAVAIL) {
       // A failed operation lies in front; it has to be read in its own way.
       struct fi_cq_err_entry entry = {};
@@ -764,8 +764,9 @@ size_t Network::PollCompletion() {
     FiCheck(ret, "fi_cq_read");
     for (ssize_t i = 0; i < ret; ++i) HandleCompletion(cqe[i]);
     count += static_cast<size_t>(ret);
-    if (static_cast<size_t>(ret) < kCompletionQueueReadCount) return count;
+    if (static_cast<size_t>(ret) < kCompletionQueueReadCount) break;
   }
+  return count;
 }
 
 void Network::HandleCompletion(const struct fi_cq_data_entry& cqe) {

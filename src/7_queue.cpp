@@ -766,7 +766,7 @@ size_t Network::PollCompletion() {
   size_t count = 0;
   for (;;) {
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
-    if (ret == -FI_EAGAIN || ret == 0) return count;
+    if (ret == -FI_EAGAIN || ret == 0) break;
     if (ret == -FI_EAVAIL) {
       // A failed operation lies in front; it has to be read in its own way.
       struct fi_cq_err_entry entry = {};
@@ -777,8 +777,10 @@ size_t Network::PollCompletion() {
     FiCheck(ret, "fi_cq_read");
     for (ssize_t i = 0; i < ret; ++i) HandleCompletion(cqe[i]);
     count += static_cast<size_t>(ret);
-    if (static_cast<size_t>(ret) < kCompletionQueueReadCount) return count;
+    if (static_cast<size_t>(ret) < kCompletionQueueReadCount) break;
   }
+  ProgressPendingOps();
+  return count;
 }
 
 void Network::HandleCompletion(const struct fi_cq_data_entry& cqe) {
@@ -850,7 +852,6 @@ void Network::WaitUntil(const char* what, Peer* peer,
   for (unsigned polls = 0; !done(); ++polls) {
     if (g_interrupted) throw Interrupted();
     size_t completions = PollCompletion();
-    ProgressPendingOps();
     if (peer == nullptr) {
       if (completions == 0) Pause(kIdlePause);
       continue;

@@ -12,7 +12,9 @@ make -j2 BUILD=build/sanitized \
   CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined"
 make BUILD=build build/sender
 
-pytest=(python3 -m pytest)
-if command -v pytest-3 >/dev/null; then pytest=(pytest-3); fi
+pytest=(pytest-3)
+if python3 -c 'import pytest, xdist' 2>/dev/null; then
+  pytest=(python3 -m pytest)
+fi
 # Most of what the tests do is to wait, so several wait at a time.
 exec "${pytest[@]}" -p no:cacheprovider -n 3 scripts "$@"

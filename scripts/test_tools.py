@@ -74,6 +74,38 @@ def test_dependencies_are_here():
     assert not done.stdout and not done.stderr
 
 
+def machine_without_anything(tmp_path, manager, user):
+    """A PATH where there is a package manager that only says what it is told, and
+    nothing else; sudo does what it is told, as somebody else would."""
+    stubs = {manager: f'echo "{manager}: $*"', "sudo": '"$@"',
+             "id": f"echo {user}", "env": 'shift; "$@"'}
+    for name, body in stubs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{body}\n")
+        (tmp_path / name).chmod(0o755)
+    return {"PATH": str(tmp_path), "CXX": "g++",
+            "LIBFABRIC_HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize("manager,packages", [
+    ("apt-get", "g++ make pkg-config libfabric-dev git python3-pytest "
+                "python3-pytest-xdist iproute2"),
+    ("dnf", "gcc-c++ make pkgconf-pkg-config libfabric-devel git "
+            "python3-pytest python3-pytest-xdist iproute")])
+@pytest.mark.parametrize("user", [0, 1000])
+def test_dependencies_are_installed(tmp_path, manager, packages, user):
+    """What is missing, and nothing else; with sudo for whoever is not root."""
+    env = machine_without_anything(tmp_path, manager, user)
+    done = subprocess.run(["/bin/bash", "scripts/install-deps.sh", "build",
+                           "test"], cwd=ROOT, env=env, text=True, check=True,
+                          capture_output=True)
+    lines = done.stdout.splitlines()
+    said = [line for line in lines if line.startswith("+ ")]
+    ran = [line for line in lines if line.startswith(f"{manager}: ")]
+    assert len(said) == len(ran) and said
+    assert all(line.startswith("+ sudo ") == (user != 0) for line in said)
+    assert said[-1].endswith(packages) and ran[-1].endswith(packages)
+
+
 def test_shared_code_is_the_same():
     """What two programs share stands in both, letter for letter, and a step
     hardly removes anything."""

@@ -47,7 +47,7 @@ constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kRecvCount = 4;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr unsigned kPollsPerClock = 64;         // polls between two looks at it
+constexpr unsigned kPollsPerClock = 64;  // polls until we look at the clock
 constexpr int64_t kTimeLimit = 10'000'000'000;  // ns without progress
 constexpr int64_t kIdlePause = 1'000'000;       // ns between polls when idle
 
@@ -71,7 +71,7 @@ void HandleSignal(int) { g_interrupted = 1; }
 void InstallSignalHandlers() {
   struct sigaction action = {};
   action.sa_handler = HandleSignal;
-  action.sa_flags = SA_RESTART;  // no call need fail because of it
+  action.sa_flags = SA_RESTART;  // calls under way go on
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) {
     sigaction(signum, &action, nullptr);
   }
@@ -186,7 +186,7 @@ struct Peer {
   Address address;
   // What libfabric calls it from now on.
   fi_addr_t fi_addr = FI_ADDR_UNSPEC;
-  // To be increased by whoever sees that what we wait for gets on.
+  // Whoever sees that what we wait for makes progress increases this.
   uint64_t progress = 0;
   // The first of its operations to fail, and why; empty if none has.
   std::string error;
@@ -495,7 +495,10 @@ size_t Network::PollCompletion() {
     if (ret == -FI_EAVAIL) {
       // A failed operation lies in front; it has to be read in its own way.
       struct fi_cq_err_entry entry = {};
-      if (fi_cq_readerr(cq, &entry, 0) == 1) HandleError(entry);
+      ret = fi_cq_readerr(cq, &entry, 0);
+      if (ret == -FI_EAGAIN || ret == 0) break;
+      FiCheck(ret, "fi_cq_readerr");
+      HandleError(entry);
       ++count;
       continue;
     }
@@ -696,7 +699,7 @@ int ServerMain(const char* program) {
 // ---------------------------------------------------------------------------
 
 UsageError WrongProvider(const Address& address, const Network& net) {
-  return {"the address " + address.ToString() + " is none of provider " +
+  return {"the address " + address.ToString() + " is not one of provider " +
           net.info->fabric_attr->prov_name +
           "; was the server started with the same FI_PROVIDER?"};
 }

@@ -47,7 +47,7 @@ constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kRecvCount = 4;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr unsigned kPollsPerClock = 64;         // polls between two looks at it
+constexpr unsigned kPollsPerClock = 64;  // polls until we look at the clock
 constexpr int64_t kTimeLimit = 10'000'000'000;  // ns without progress
 constexpr int64_t kIdlePause = 1'000'000;       // ns between polls when idle
 
@@ -76,7 +76,7 @@ void HandleSignal(int) { g_interrupted = 1; }
 void InstallSignalHandlers() {
   struct sigaction action = {};
   action.sa_handler = HandleSignal;
-  action.sa_flags = SA_RESTART;  // no call need fail because of it
+  action.sa_flags = SA_RESTART;  // calls under way go on
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) {
     sigaction(signum, &action, nullptr);
   }
@@ -191,7 +191,7 @@ struct Peer {
   Address address;
   // What libfabric calls it from now on.
   fi_addr_t fi_addr = FI_ADDR_UNSPEC;
-  // To be increased by whoever sees that what we wait for gets on.
+  // Whoever sees that what we wait for makes progress increases this.
   uint64_t progress = 0;
   // The first of its operations to fail, and why; empty if none has.
   std::string error;
@@ -534,7 +534,10 @@ size_t Network::PollCompletion() {
     if (ret == -FI_EAVAIL) {
       // A failed operation lies in front; it has to be read in its own way.
       struct fi_cq_err_entry entry = {};
-      if (fi_cq_readerr(cq, &entry, 0) == 1) HandleError(entry);
+      ret = fi_cq_readerr(cq, &entry, 0);
+      if (ret == -FI_EAGAIN || ret == 0) break;
+      FiCheck(ret, "fi_cq_readerr");
+      HandleError(entry);
       ++count;
       continue;
     }
@@ -867,7 +870,8 @@ struct Listener {
   Network net;
   uint64_t last_session = 0;
 
-  // Takes out the next CONNECT, if there is one. What is none costs us a line.
+  // Takes out the next CONNECT, if there is one. Any other message only makes
+  // us print a line.
   bool TakeConnect(AppConnectMessage& connect) {
     while (!inbox.arrivals.empty()) {
       Message message = inbox.Take(net);
@@ -934,7 +938,7 @@ int ServerMain(const char* program) {
 // ---------------------------------------------------------------------------
 
 UsageError WrongProvider(const Address& address, const Network& net) {
-  return {"the address " + address.ToString() + " is none of provider " +
+  return {"the address " + address.ToString() + " is not one of provider " +
           net.info->fabric_attr->prov_name +
           "; was the server started with the same FI_PROVIDER?"};
 }
@@ -989,13 +993,18 @@ Peer* Connect(Network& net, Inbox& inbox, Outbox& outbox, Peer* listener,
       "the same FI_PROVIDER?");
 }
 
-// The last word is ours: once the server has it, neither side needs the other.
+// Tells the server that it can forget us. Nothing depends on it any more: if it
+// does not get through, the server notices our silence.
 void SayBye(Network& net, Outbox& outbox, Peer* server, uint64_t session) {
   AppMessageBase bye = {AppMessageType::kBye, 0, session};
   bool sent = false;
   outbox.Send(net, server, &bye, sizeof(bye), nullptr, 0,
               [&sent](Network&, RdmaOp& op) { sent = op.error.empty(); });
-  net.WaitUntil("saying BYE", server, [&sent] { return sent; });
+  try {
+    net.WaitUntil("saying BYE", server, [&sent] { return sent; });
+  } catch (const std::runtime_error& e) {
+    fprintf(stderr, "warning: %s\n", e.what());
+  }
 }
 
 int ClientMain(const Address& server_addr, const std::string& text) {

@@ -56,7 +56,7 @@ constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kRecvCount = 4;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr unsigned kPollsPerClock = 64;         // polls between two looks at it
+constexpr unsigned kPollsPerClock = 64;  // polls until we look at the clock
 constexpr int64_t kTimeLimit = 10'000'000'000;  // ns without progress
 constexpr int64_t kIdlePause = 1'000'000;       // ns between polls when idle
 
@@ -71,7 +71,8 @@ constexpr size_t kSourceSize = 1 << 30;           // bytes; the server's pages
 constexpr size_t kMaxPageSize = 16 << 20;         // bytes
 constexpr int64_t kReportPeriod = 1'000'000'000;  // ns between two reports
 
-// WRITEs that have been posted and have not completed.
+// WRITEs that have been posted and have not completed. Most providers have no
+// room for so many, and say so; this is for those that never do.
 constexpr size_t kMaxOutstandingWrites = 4096;
 
 // How often a client may have its pages written.
@@ -97,7 +98,7 @@ void HandleSignal(int) { g_interrupted = 1; }
 void InstallSignalHandlers() {
   struct sigaction action = {};
   action.sa_handler = HandleSignal;
-  action.sa_flags = SA_RESTART;  // no call need fail because of it
+  action.sa_flags = SA_RESTART;  // calls under way go on
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) {
     sigaction(signum, &action, nullptr);
   }
@@ -139,6 +140,8 @@ void CudaCheck(cudaError_t ret, const char* what) {
                              cudaGetErrorString(ret));
   }
 }
+
+constexpr const char* kNoGpu = "no GPU";
 
 // The first GPU that CUDA_VISIBLE_DEVICES leaves; -1 if there is none, or no
 // driver.
@@ -190,6 +193,8 @@ void CudaFlushWrites(int gpu) {
 }
 
 #else  // Built without CUDA: no GPU is ever found, and the rest never called.
+
+constexpr const char* kNoGpu = "built without CUDA";
 
 int FindGpu() { return -1; }
 void* CudaAlloc(size_t) { return nullptr; }
@@ -325,7 +330,7 @@ struct Peer {
   Address address;
   // What libfabric calls it from now on.
   fi_addr_t fi_addr = FI_ADDR_UNSPEC;
-  // To be increased by whoever sees that what we wait for gets on.
+  // Whoever sees that what we wait for makes progress increases this.
   uint64_t progress = 0;
   // The first of its operations to fail, and why; empty if none has.
   std::string error;
@@ -574,10 +579,10 @@ void Network::OpenEndpoint() {
   FiCheck(fi_getname(&ep->fid, addr.bytes.data(), &length), "fi_getname");
   addr.bytes.resize(length);
 
-  // The shm provider copies a WRITE when it is posted, or queues it before all
-  // later ones: asked or not, it is in place before what we post after its
-  // completion. Asked, that of libfabric 1.17 has the other side copy under a
-  // lock, and waits for ever if that side is killed meanwhile.
+  // The shm provider copies the data of a WRITE when it is posted, or queues it
+  // in front of all later ones, so it is in place in time without our asking.
+  // If we ask, libfabric 1.17 has the other side copy it under a lock, and
+  // waits for ever if that side is killed meanwhile.
   if (strcmp(info->fabric_attr->prov_name, "shm") == 0) write_flags = 0;
 }
 
@@ -770,7 +775,10 @@ size_t Network::PollCompletion() {
     if (ret == -FI_EAVAIL) {
       // A failed operation lies in front; it has to be read in its own way.
       struct fi_cq_err_entry entry = {};
-      if (fi_cq_readerr(cq, &entry, 0) == 1) HandleError(entry);
+      ret = fi_cq_readerr(cq, &entry, 0);
+      if (ret == -FI_EAGAIN || ret == 0) break;
+      FiCheck(ret, "fi_cq_readerr");
+      HandleError(entry);
       ++count;
       continue;
     }
@@ -959,7 +967,7 @@ enum class AppMessageType : uint32_t {
   kBye = 4,      // client: I have all that I wanted
 
   kRandomFill = 5,  // client: fill my memory
-  kProgress = 6,    // server: so far I am
+  kProgress = 6,    // server: this much is done
 };
 
 // What each message begins with.
@@ -1061,7 +1069,7 @@ void ReadConnect(const Message& message, AppConnectMessage& connect) {
 // Returns which of them, in words.
 std::string AllocOnGpu(Network& net, Buffer& buf, size_t size,
                        uint64_t access) {
-  std::string why = "no GPU";
+  std::string why = kNoGpu;
   int gpu = FindGpu();
   if (gpu >= 0) {
     why = std::string(net.info->fabric_attr->prov_name) + " has no GPU support";
@@ -1356,7 +1364,8 @@ struct Listener {
   Network net;
   uint64_t last_session = 0;
 
-  // Takes out the next CONNECT, if there is one. What is none costs us a line.
+  // Takes out the next CONNECT, if there is one. Any other message only makes
+  // us print a line.
   bool TakeConnect(AppConnectMessage& connect) {
     while (!inbox.arrivals.empty()) {
       Message message = inbox.Take(net);
@@ -1431,7 +1440,7 @@ int ServerMain(const char* program) {
 // ---------------------------------------------------------------------------
 
 UsageError WrongProvider(const Address& address, const Network& net) {
-  return {"the address " + address.ToString() + " is none of provider " +
+  return {"the address " + address.ToString() + " is not one of provider " +
           net.info->fabric_attr->prov_name +
           "; was the server started with the same FI_PROVIDER?"};
 }
@@ -1486,13 +1495,18 @@ Peer* Connect(Network& net, Inbox& inbox, Outbox& outbox, Peer* listener,
       "the same FI_PROVIDER?");
 }
 
-// The last word is ours: once the server has it, neither side needs the other.
+// Tells the server that it can forget us. Nothing depends on it any more: if it
+// does not get through, the server notices our silence.
 void SayBye(Network& net, Outbox& outbox, Peer* server, uint64_t session) {
   AppMessageBase bye = {AppMessageType::kBye, 0, session};
   bool sent = false;
   outbox.Send(net, server, &bye, sizeof(bye), nullptr, 0,
               [&sent](Network&, RdmaOp& op) { sent = op.error.empty(); });
-  net.WaitUntil("saying BYE", server, [&sent] { return sent; });
+  try {
+    net.WaitUntil("saying BYE", server, [&sent] { return sent; });
+  } catch (const std::runtime_error& e) {
+    fprintf(stderr, "warning: %s\n", e.what());
+  }
 }
 
 // Whether each page that was asked for is there, and nothing else.
@@ -1555,7 +1569,7 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
   }
   Peer* server = Connect(net, inbox, outbox, listener, connect);
 
-  // Any places will do, so let them be any.
+  // Where they go is as random as what is in them.
   std::vector<uint32_t> page_idx(room);
   for (size_t i = 0; i < room; ++i) page_idx[i] = static_cast<uint32_t>(i);
   std::shuffle(page_idx.begin(), page_idx.end(), net.random);

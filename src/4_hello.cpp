@@ -567,8 +567,9 @@ void Network::WaitUntil(const char* what, Peer* peer,
                         const std::function<bool()>& done) {
   uint64_t progress = peer ? peer->progress : 0;
   int64_t since = 0;
-  for (unsigned polls = 0; !done(); ++polls) {
+  for (unsigned polls = 0;; ++polls) {
     if (g_interrupted) throw Interrupted();
+    if (done()) return;
     size_t completions = PollCompletion();
     if (peer == nullptr) {
       if (completions == 0) Pause(kIdlePause);

@@ -67,6 +67,9 @@ class Process:
             env["FI_PROVIDER"] = provider
         if provider == "net":
             env.update(LIBFABRIC_LEAKS)
+        # PSM, which Debian's libfabric brings along, would otherwise catch a
+        # crash, and write a file about it here.
+        env.update(IPATH_NO_BACKTRACE="1", HFI_NO_BACKTRACE="1")
         if netns:
             command = ["ip", "netns", "exec", netns, *command]
         self.command = command

@@ -85,7 +85,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test lint clean help
+.PHONY: demo test lint figures clean help
 # These install what they need first; only then is there a libfabric to find,
 # hence another make.
 demo:
@@ -97,6 +97,13 @@ test:
 	@scripts/install-deps.sh build test
 	@scripts/test.sh
 
+# What a reader has made of the exercise: make exercise-4.
+exercise-%:
+	@scripts/install-deps.sh build test
+	@$(MAKE) --no-print-directory $(BUILD)/sender \
+	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
+	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
+
 # What a program adds to the one before it: make diff-7.
 diff-%:
 	@scripts/diff.sh $* $(PROGRAMS)
@@ -104,6 +111,11 @@ diff-%:
 lint:
 	@scripts/install-deps.sh lint
 	clang-format --dry-run -Werror src/*.cpp scripts/*.cpp
+
+# Draws the figures of the chapters, as GitHub does.
+figures:
+	@scripts/install-deps.sh figures
+	@scripts/figures.sh $(ARGS)
 
 clean:
 	rm -rf $(BUILD)
@@ -114,6 +126,8 @@ help:
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
 	@echo 'make test       build and check everything'
 	@echo 'make diff-7     what 7 adds to the program before it'
+	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
+	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'
 	@echo 'make clean      remove $(BUILD)/'
 	@echo 'make CUDA_HOME= build without CUDA (now: $(or $(CUDA_LIB),none))'

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Installs what is missing and nothing else, and says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [build] [test] [lint]     (build)
+# Usage: scripts/install-deps.sh [build] [test] [lint] [figures]     (build)
 set -euo pipefail
 
 [ $# -gt 0 ] || set -- build
@@ -31,6 +31,11 @@ has_pytest() {
   }
 }
 
+has_chromium() {
+  command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||
+    command -v chromium-browser
+}
+
 for group in "$@"; do
   case $group in
     build)
@@ -44,12 +49,19 @@ for group in "$@"; do
       need "python3-pytest python3-pytest-xdist" \
         "python3-pytest python3-pytest-xdist" has_pytest
       need iproute2 iproute command -v ip
+      need libfabric-bin libfabric command -v fi_info
       ;;
     lint)
       need clang-format clang-tools-extra command -v clang-format
       ;;
+    figures)
+      # A browser alone comes without a font.
+      need "chromium fonts-liberation" "chromium liberation-sans-fonts" \
+        has_chromium
+      need npm nodejs-npm command -v npm
+      ;;
     *)
-      echo "usage: $0 [build] [test] [lint]" >&2
+      echo "usage: $0 [build] [test] [lint] [figures]" >&2
       exit 2
       ;;
   esac

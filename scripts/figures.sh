@@ -1,0 +1,109 @@
+#!/bin/bash
+# Draws each Mermaid figure of the chapters in a browser, as GitHub does, into
+# build/figures/CHAPTER-1.png and so on. Fails where Mermaid reports an error, and
+# says in which chapter and line.
+#
+# Usage: scripts/figures.sh [--keep DIR] [CHAPTER...]     (chapters/*.md)
+#   --keep DIR  copies the figures to DIR, too
+set -euo pipefail
+
+# What calls the browser, and Mermaid itself. Newer ones (from 12 on) want a newer
+# node than Debian 12 has.
+packages=(@mermaid-js/mermaid-cli@11.12.0 puppeteer@23.11.1 mermaid@11.12.2)
+
+usage() {
+  echo "usage: $0 [--keep DIR] [CHAPTER...]" >&2
+  exit 2
+}
+
+keep=
+if [ "${1:-}" = --keep ]; then
+  [ $# -ge 2 ] || usage
+  mkdir -p "$2"
+  keep=$(realpath "$2")
+  shift 2
+fi
+[[ ${1:-} != -* ]] || usage
+# Names given are relative to where we were called, ours to the repository.
+chapters=()
+for chapter in "$@"; do
+  [ -f "$chapter" ] || usage
+  chapters+=("$(realpath "$chapter")")
+done
+cd "$(dirname "$0")/.."
+[ ${#chapters[@]} -gt 0 ] || chapters=(chapters/*.md)
+
+scripts/install-deps.sh figures
+dir=build/figures
+mkdir -p "$dir"
+rm -f "$dir"/*.png "$dir"/*.mmd
+
+run() {
+  echo "+ $*"
+  "$@"
+}
+
+# Nothing of it runs while it is installed, and no second browser is fetched.
+if [ "${packages[*]}" != "$(cat "$dir/.installed" 2>/dev/null)" ]; then
+  rm -rf "$dir/node_modules"
+  run env PUPPETEER_SKIP_DOWNLOAD=1 npm install --prefix "$dir" --no-save \
+    --no-package-lock --ignore-scripts --no-audit --no-fund "${packages[@]}"
+  echo "${packages[*]}" >"$dir/.installed"
+fi
+
+# The browser's sandbox does not work for root, and the browser is not to talk to
+# anybody.
+browser=$(command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||
+  command -v chromium-browser)
+sandbox=
+[ "$(id -u)" -ne 0 ] || sandbox='"--no-sandbox", '
+cat >"$dir/browser.json" <<END
+{
+  "executablePath": "$browser",
+  "args": [$sandbox"--disable-background-networking", "--disable-sync",
+           "--disable-component-update", "--no-first-run"]
+}
+END
+
+# Prints the line of each ```mermaid, and puts what follows it into PREFIX-N.mmd.
+split() {  # CHAPTER PREFIX
+  awk -v prefix="$2" '
+    /^ *```/ && file { close(file); file = ""; next }
+    /^ *```mermaid *$/ { file = prefix "-" ++n ".mmd"; print NR
+                         printf "" >file; next }
+    file { print >file }
+    END { if (file) exit 1 }' "$1"
+}
+
+failed=0
+count=0
+for chapter in "${chapters[@]}"; do
+  name=$(basename "$chapter" .md)
+  lines=$(split "$chapter" "$dir/$name") || {
+    echo "$chapter: error: the last figure does not end" >&2
+    failed=1
+  }
+  n=0
+  for line in $lines; do
+    n=$((n + 1))
+    figure=$dir/$name-$n
+    if said=$(timeout 120 "$dir/node_modules/.bin/mmdc" -q -i "$figure.mmd" \
+      -o "$figure.png" -b white -s 2 -p "$dir/browser.json" 2>&1) &&
+      [ -s "$figure.png" ]; then
+      count=$((count + 1))
+      echo "$chapter:$line: $figure.png"
+      [ -z "$keep" ] || cp "$figure.png" "$keep"
+    else
+      # Mermaid counts from the line after ```mermaid.
+      if [[ $said =~ [Oo]n\ line\ ([0-9]+) ]]; then
+        line=$((line + BASH_REMATCH[1]))
+      fi
+      # All but where in Mermaid's code it was noticed.
+      printf '%s:%s: error in figure %s:\n%s\n' "$chapter" "$line" "$n" \
+        "$(grep -v -e '^$' -e '^ *at ' -e node_modules <<<"$said")" >&2
+      failed=1
+    fi
+  done
+done
+echo "$count figures drawn"
+exit "$failed"

@@ -1,0 +1,81 @@
+"""The exercises: each fails with the program as it is, and the answer solves it."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from conftest import PROGRAMS, ROOT, make
+
+BY_NUMBER = {program.split("_")[0]: program for program in PROGRAMS}
+exercises = pytest.mark.parametrize("number,program", BY_NUMBER.items(),
+                                    ids=BY_NUMBER)
+
+
+def answer(program):
+    return f"{ROOT}/scripts/exercises/{program}.patch"
+
+
+@exercises
+@pytest.mark.builds("plain")
+def test_not_solved_yet(build, number, program):
+    """What fails are assertions, and not the test itself."""
+    done = subprocess.run(
+        ["scripts/exercises/run.sh", number, "-rf"], cwd=ROOT, text=True,
+        env={**os.environ, "BUILD": build, "COLUMNS": "500"},
+        capture_output=True, check=False)
+    assert done.returncode == 1, done.stdout + done.stderr
+    lines = done.stdout.splitlines()
+    assert re.match("[0-9]+ failed", lines[-1])
+    assert "error" not in lines[-1]
+    failed = [line for line in lines if line.startswith("FAILED")]
+    assert failed
+    for line in failed:
+        assert re.search(" - (assert|AssertionError)", line), line
+
+
+@exercises
+def test_answer(tmp_path, number, program):
+    """As a reader would try it, in a copy of the repository."""
+    shutil.copy(f"{ROOT}/Makefile", tmp_path)
+    for folder in ["src", "scripts"]:
+        shutil.copytree(f"{ROOT}/{folder}", tmp_path / folder)
+    subprocess.run(["git", "apply", answer(program)], cwd=tmp_path, check=True)
+    output = make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O1",
+                  f"exercise-{number}")
+    assert re.search("^[0-9]+ passed in", output, re.M), output
+    for line in (tmp_path / "src" / f"{program}.cpp").read_text().splitlines():
+        assert len(line) <= 80, line
+
+
+@exercises
+def test_answer_applies(number, program):
+    """To the letter: `git apply` knows no fuzz. An offset would be one, too, once
+    another place looks alike."""
+    done = subprocess.run(["git", "apply", "--check", "-v", answer(program)],
+                          cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "offset" not in done.stderr
+    with open(answer(program)) as file:
+        assert re.findall(r"^\+\+\+ (.*)$", file.read(), re.M) == [
+            f"b/src/{program}.cpp"]
+
+
+def test_exercises_are_not_tests():
+    """Plain pytest does not collect what has to fail; and no exercise comes
+    without an answer, nor the other way round."""
+    names = os.listdir(f"{ROOT}/scripts/exercises")
+    assert sorted(n for n in names if n.endswith(".py")) == sorted(
+        f"exercise_{number}.py" for number in BY_NUMBER)
+    assert sorted(n for n in names if n.endswith(".patch")) == sorted(
+        f"{program}.patch" for program in PROGRAMS)
+    assert not [n for n in names if n.startswith("test_")]
+
+
+def test_no_such_exercise():
+    done = subprocess.run(["scripts/exercises/run.sh", "3"], cwd=ROOT, text=True,
+                          capture_output=True, check=False)
+    assert done.returncode == 2
+    assert "no exercise 3; there are: 4 5 6 7" in done.stderr

@@ -1,0 +1,670 @@
+"""What chapters and README have to keep to. Each check takes a page and returns
+what it found wrong, one message each; test_chapters.py runs them."""
+
+import difflib
+import functools
+import os
+import re
+import shlex
+import signal
+import subprocess
+import time
+import urllib.parse
+
+from conftest import make
+
+# ---- Pages ----
+
+FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([^\s`]*)[^`]*$")
+CODE_SPAN = re.compile(r"(`+)(?!`)((?!\n\s*\n).)+?(?<!`)\1(?!`)", re.S)
+COMMENT = re.compile(r"<!--.*?-->", re.S)
+
+
+class Block:
+    """A fenced block: its info string, the number of its first line, its lines."""
+
+    def __init__(self, info, line):
+        self.info = info
+        self.line = line
+        self.lines = []
+        self.closed = False
+
+
+class Page:
+    """A Markdown file, and the program it belongs to if it is such a chapter."""
+
+    def __init__(self, root, path):
+        self.root = str(root)
+        self.path = path
+        self.text = read(f"{root}/{path}")
+        self.blocks = []
+        self.prose = self._split()
+        name = os.path.basename(path)[:-len(".md")]
+        self.is_chapter = path.startswith("chapters/")
+        self.number = number(name) if self.is_chapter else -1
+        self.program = name if self.number >= 4 else None
+        earlier = [p for p in programs(root) if number(p) < self.number]
+        self.before = earlier[-1] if self.program and earlier else None
+
+    def _split(self):
+        """Collects the fenced blocks, and returns the text without them and
+        without comments. All lines keep their numbers."""
+        prose = []
+        block = None
+        for line_number, line in enumerate(self.text.split("\n"), 1):
+            fence = FENCE.match(line)
+            if block is None and fence:
+                block = Block(fence[3], line_number + 1)
+                indent, marks = fence[1], fence[2]
+                self.blocks.append(block)
+            elif block is not None:
+                if fence and fence[2].startswith(marks) and not fence[3]:
+                    block.closed = True
+                    block = None
+                else:
+                    block.lines.append(line.removeprefix(indent).rstrip())
+            else:
+                prose.append(line)
+                continue
+            prose.append("")
+        return COMMENT.sub(blank, "\n".join(prose))
+
+    def message(self, line, text):
+        return f"{self.path}:{line}: {text}"
+
+
+def read(path):
+    with open(path, encoding="utf-8") as file:
+        return file.read()
+
+
+def number(name):
+    """4 for 4_hello."""
+    return int(re.match(r"\d*", name)[0] or -1)
+
+
+def numbered(root, folder, suffix):
+    names = os.listdir(f"{root}/{folder}")
+    return sorted((name[:-len(suffix)] for name in names if name.endswith(suffix)),
+                  key=lambda name: (number(name), name))
+
+
+def programs(root):
+    return numbered(root, "src", ".cpp")
+
+
+def chapters(root):
+    return numbered(root, "chapters", ".md")
+
+
+def blank(match):
+    """As many lines, with nothing in them."""
+    return re.sub(r"[^\n]", " ", match[0])
+
+
+def line_at(text, position):
+    return text.count("\n", 0, position) + 1
+
+
+# ---- Chapters and programs ----
+
+def check_numbers(root):
+    """Each program has its chapter, chapters from 4 on have their program, and
+    none is left out."""
+    messages = [f"chapters/{name}.md is missing: the chapter of src/{name}.cpp"
+                for name in programs(root) if name not in chapters(root)]
+    messages += [f"chapters/{name}.md: there is no src/{name}.cpp"
+                 for name in chapters(root)
+                 if number(name) >= 4 and name not in programs(root)]
+    numbers = [number(name) for name in chapters(root)]
+    if numbers != list(range(len(numbers))):
+        messages.append(f"chapters/: the numbers are {numbers}")
+    return messages
+
+
+# ---- Blocks ----
+
+INFOS = ["cpp", "console", "sh", "mermaid", "text", "diff"]
+CPP = ["cpp", "c++", "cc"]
+# What GitHub shows as code, and the checks would not see.
+HIDDEN_CODE = re.compile(
+    r"```|~~~|<(?:pre|code)\b|(?<=\n\n)(?: {4}|\t)[ \t]*(?![-*+\d\s])")
+
+
+def check_blocks(page):
+    """Nothing evades the other checks."""
+    messages = []
+    for block in page.blocks if page.is_chapter else []:
+        if block.info not in INFOS + CPP:
+            messages.append(page.message(
+                block.line - 1, f'a block of "{block.info}"; there may be: '
+                                + ", ".join(INFOS)))
+        elif block.info in CPP and not page.program:
+            messages.append(page.message(
+                block.line - 1, "C++ without a program that it could be from"))
+        elif block.info == "diff" and not page.before:
+            messages.append(page.message(
+                block.line - 1, "a diff without a program before this one"))
+    messages += [page.message(block.line - 1, "this block does not end")
+                 for block in page.blocks if not block.closed]
+    messages += [page.message(line_at(page.prose, match.start()),
+                              "code outside a fenced block")
+                 for match in HIDDEN_CODE.finditer(page.prose)]
+    return messages
+
+
+# ---- Excerpts ----
+
+def split(lines, is_elision):
+    """The parts between elisions, each with the index of its first line. Blank
+    lines around them do not count."""
+    parts = [(0, [])]
+    for index, line in enumerate(lines):
+        if is_elision(line):
+            parts.append((index + 1, []))
+        elif line or parts[-1][1]:
+            parts[-1][1].append(line)
+        else:
+            parts[-1] = (index + 1, [])
+    for _, part in parts:
+        while part and not part[-1]:
+            part.pop()
+    return parts
+
+
+def agreement(part, lines, at):
+    """How many lines of the part stand there."""
+    count = 0
+    while (count < len(part) and at + count < len(lines)
+           and part[count] == lines[at + count]):
+        count += 1
+    return count
+
+
+def find(part, lines, start):
+    """Where the part stands as a whole, or -1."""
+    for at in range(start, len(lines) - len(part) + 1):
+        if agreement(part, lines, at) == len(part):
+            return at
+    return -1
+
+
+def check_parts(page, parts, program):
+    """The parts stand in the program, each in one piece, and in this order. Each
+    is a list of (number of the line in the page, line)."""
+    path = f"src/{program}.cpp"
+    try:
+        source = [line.rstrip() for line in
+                  read(f"{page.root}/{path}").split("\n")]
+    except FileNotFoundError:
+        return [f"{page.path}: there is no {path}"]
+    start = 0
+    for part in parts:
+        lines = [line for _, line in part]
+        at = find(lines, source, start)
+        if at < 0:
+            # Where most of it stands.
+            most = max(agreement(lines, source, at)
+                       for at in range(start, len(source) + 1))
+            where = f"not in {path}"
+            if find(lines, source, 0) >= 0:
+                most, where = 0, f"stands before what is shown above it in {path}"
+            elif most:
+                where += " after the line above it"
+            return [page.message(part[most][0], f'{where}: "{lines[most]}"')]
+        start = at + len(lines)
+    return []
+
+
+def check_excerpts(page):
+    """C++ stands in the chapter's program, letter for letter."""
+    messages = []
+    for block in page.blocks if page.program else []:
+        if block.info not in CPP:
+            continue
+        parts = [list(enumerate(part, block.line + index)) for index, part
+                 in split(block.lines, lambda line: line.strip() == "// ...")
+                 if part]
+        messages += check_parts(page, parts, page.program)
+        if not parts:
+            messages.append(page.message(block.line, "an excerpt of nothing"))
+    return messages
+
+
+def check_diffs(page):
+    """A diff leads from the program before to the chapter's."""
+    messages = []
+    for block in page.blocks if page.before else []:
+        if block.info == "diff":
+            messages += check_diff(page, block)
+    return messages
+
+
+def check_diff(page, block):
+    before, after = [], []
+    for index, part in split(block.lines, lambda line: line.strip() == "..."):
+        # Blanks at the end of a line are gone, also in an empty line of context.
+        lines = [(block.line + index + i, line[:1] or " ", line[1:])
+                 for i, line in enumerate(part)]
+        for at, mark, line in lines:
+            if mark not in "+- ":
+                return [page.message(at, f'neither +, - nor a blank: "{line}"')]
+        before.append([(at, line) for at, mark, line in lines if mark != "+"])
+        after.append([(at, line) for at, mark, line in lines if mark != "-"])
+    if before == after:
+        return [page.message(block.line, "a diff that changes nothing")]
+    return (check_parts(page, [part for part in before if part], page.before)
+            + check_parts(page, [part for part in after if part], page.program))
+
+
+# ---- Names ----
+
+NAME = re.compile(
+    r"\b(?:fi_[a-z0-9_]+|fid_[a-z0-9_]+|FI_[A-Z0-9_]+|cuda[A-Z]\w*)\b")
+
+
+def names_in(root, program):
+    source = read(f"{root}/src/{program}.cpp")
+    return set(NAME.findall(re.sub(r"(?m)^\s*#\s*include.*", "", source)))
+
+
+def check_names(page):
+    """Each name of libfabric's and CUDA's that the program is the first to use is
+    named in the text of its chapter."""
+    if page.program not in programs(page.root):
+        return []
+    known = names_in(page.root, page.before) if page.before else set()
+    said = set(NAME.findall(without_targets(page.prose)))
+    missing = sorted(names_in(page.root, page.program) - known - said)
+    return [f"{page.path}: not named outside of code blocks: "
+            + ", ".join(missing)] if missing else []
+
+
+# ---- Links ----
+
+TARGET = r"(<[^>\n]*>|[^\s()]*(?:\([^\s()]*\)[^\s()]*)*)"
+LINK = re.compile(r"\]\(\s*" + TARGET + r"""(?:\s+(?:"[^"]*"|'[^']*'))?\s*\)""")
+DEFINITION = re.compile(r"(?m)^ {0,3}\[([^\]^][^\]]*)\]:\s*" + TARGET)
+REFERENCE = re.compile(r"\[([^\[\]]+)\]\[([^\[\]]*)\]")
+ATTRIBUTE = re.compile(r"""<[^>]*\b(?:href|src)=["']([^"']*)["']""")
+AUTOLINK = re.compile(r"<(https?:[^>]*)>")
+HEADING = re.compile(r"(?m)^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$")
+
+
+def without_targets(prose):
+    """The text as it is read: without where links lead to."""
+    prose = LINK.sub("]()", DEFINITION.sub("", prose))
+    return re.sub(r"https?://\S+", "", prose)
+
+
+def links(page):
+    """All targets of links and images, with their lines; and messages about what
+    looks like a link."""
+    text = CODE_SPAN.sub(blank, page.prose)
+    found, messages = [], []
+
+    def line(match):
+        return line_at(text, match.start())
+
+    for match in re.finditer(r"\]\(", text):
+        link = LINK.match(text, match.start())
+        if link:
+            found.append((line(match), link[1].strip("<>")))
+        else:
+            messages.append(page.message(line(match), "not a link: "
+                            + text[match.start():].split("\n")[0]))
+    labels = set()
+    for match in DEFINITION.finditer(page.prose):
+        # With the code in them, unlike the rest.
+        labels.add(" ".join(match[1].lower().split()))
+        found.append((line(match), match[2].strip("<>")))
+    for match in REFERENCE.finditer(page.prose):
+        label = " ".join((match[2] or match[1]).lower().split())
+        if label not in labels and text[match.start()] == "[":
+            messages.append(page.message(
+                line(match), f"nothing says where [{label}] leads to"))
+    for pattern in ATTRIBUTE, AUTOLINK:
+        found += [(line(match), match[1]) for match in pattern.finditer(text)]
+    return found, messages
+
+
+def anchors(text):
+    """What #fragments a Markdown file has: GitHub's, of its headings."""
+    found = set(re.findall(r"""<[^>]*\b(?:id|name)=["']([^"']*)["']""", text))
+    for _, heading in HEADING.findall(text):
+        heading = re.sub(r"\]\([^)]*\)", "]", heading)
+        slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+        unique, count = slug, 0
+        while unique in found:
+            count += 1
+            unique = f"{slug}-{count}"
+        found.add(unique)
+    return found
+
+
+def well_formed(url):
+    try:
+        host = urllib.parse.urlsplit(url).hostname or ""
+    except ValueError:
+        return False
+    return re.fullmatch(r"([a-z0-9-]+\.)+[a-z]{2,}", host) is not None
+
+
+def check_target(page, target):
+    """What is wrong with where a link leads to, or None."""
+    if re.match(r"https?:", target):
+        return None if well_formed(target) else "not a URL"
+    path, _, fragment = urllib.parse.unquote(target).partition("#")
+    if not target or re.match(r"[a-z]+:|/", target):
+        return "neither http(s) nor relative"
+    path = os.path.normpath(os.path.join(os.path.dirname(page.path), path)
+                            if path else page.path)
+    full = os.path.join(page.root, path)
+    if path.split("/")[0] in ("..", "build", ".git"):
+        return "not in the repository"
+    if not os.path.exists(full):
+        return "no such file"
+    if not fragment:
+        return None
+    if os.path.isdir(full):
+        return "a folder has no such place"
+    if path.endswith(".md"):
+        # Headings may hold code; blocks may hold what looks like a heading.
+        found = fragment in anchors(Page(page.root, path).prose)
+        return None if found else "no such heading"
+    lines = re.fullmatch(r"L(\d+)(?:-L(\d+))?", fragment)
+    last = len(read(full).split("\n")) - 1
+    if lines and all(0 < int(n) <= last for n in lines.groups() if n):
+        return None
+    return "no such line"
+
+
+def check_links(page):
+    found, messages = links(page)
+    for line, target in found:
+        wrong = check_target(page, target)
+        if wrong:
+            messages.append(page.message(line, f"dead link, {wrong}: {target}"))
+    return messages
+
+
+def check_neighbours(page):
+    """A chapter leads to those around it, to its program and to what that adds;
+    the README leads to every chapter."""
+    names = chapters(page.root)
+    if not page.is_chapter:
+        wanted = [f"chapters/{name}.md" for name in names]
+    else:
+        at = names.index(os.path.basename(page.path)[:-len(".md")])
+        wanted = [f"{name}.md" for name in names[max(0, at - 1):at]
+                  + names[at + 1:at + 2]]
+        wanted += [f"../src/{page.program}.cpp"] if page.program else []
+    targets = [target.partition("#")[0] for _, target in links(page)[0]]
+    messages = [f"{page.path}: no link to {target}" for target in wanted
+                if target not in targets]
+    diff = f"make diff-{page.number}"
+    if page.before and not re.search(rf"\b{diff}\b", page.text):
+        messages.append(f"{page.path}: `{diff}` is not named")
+    return messages
+
+
+# ---- Text ----
+
+def check_text(page):
+    if not page.is_chapter:
+        return []
+    messages = []
+    for line_number, line in enumerate(page.text.split("\n"), 1):
+        if line != line.rstrip():
+            messages.append(page.message(line_number, "blanks end this line"))
+    read_text = re.sub(r"\]\([^)\s]*\)|https?://\S+", "", page.prose)
+    for line_number, line in enumerate(read_text.split("\n"), 1):
+        if len(line) > 100 and not line.lstrip().startswith("|"):
+            messages.append(page.message(line_number, "more than 100 columns"))
+    if not page.text.endswith("\n") or page.text.endswith("\n\n"):
+        messages.append(f"{page.path}: does not end with one newline")
+    titles = [marks for marks, _ in HEADING.findall(page.prose) if marks == "#"]
+    if len(titles) != 1:
+        messages.append(f"{page.path}: {len(titles)} headings of level 1, not one")
+    return messages
+
+
+# ---- Commands that are not run ----
+
+MAKE = re.compile(r"(\w+=\S* +)*make\b(?!-)")
+
+
+@functools.lru_cache(maxsize=None)
+def is_target(target):
+    try:
+        make("-n", target)
+    except AssertionError:
+        return False
+    return True
+
+
+def check_targets(page):
+    """What a page has the reader make can be made."""
+    commands = [(block.line + index, line) for block in page.blocks
+                if block.info == "sh" for index, line in enumerate(block.lines)]
+    commands += [(line, command) for line, command, output in transcripts(page)
+                 if command and not output]
+    messages = []
+    for line, command in commands:
+        if not MAKE.match(command):
+            continue
+        words = shlex.split(command, comments=True)
+        words = words[words.index("make") + 1:]
+        for target in words:
+            if "=" in target or target.startswith("-"):
+                continue
+            of = re.fullmatch(r"(?:diff|exercise)-(.*)", target)
+            numbers = [str(number(name)) for name in programs(page.root)]
+            if not is_target(target) or (of and of[1] not in numbers):
+                messages.append(page.message(line, f"make has no {target}"))
+    return messages
+
+
+# ---- Transcripts ----
+
+# An address is a word of hexadecimal digits, and no 0x comes before it.
+ADDRESS = re.compile(r"\b[0-9a-f]{16,}\b")
+SERVER = re.compile(r"(\w+=\S+ +)*(\./build/\w+)(\s+#.*)?")
+PROGRESS = re.compile(r"WRITE: \d+%, (\d+)/(\d+)")
+# Seconds for a command.
+LIMIT = 60
+
+
+def transcripts(page):
+    """The commands of a page's transcripts: line, command, lines of output. There
+    is no command where a block goes on with what the server prints."""
+    found = []
+    for block in page.blocks:
+        if block.info != "console":
+            continue
+        found.append((block.line, None, []))
+        for line_number, line in enumerate(block.lines, block.line):
+            if line.startswith("$ "):
+                found.append((line_number, line[2:].strip(), []))
+            else:
+                found[-1][2].append(line)
+    return [entry for entry in found if entry[1] or any(entry[2])]
+
+
+def normalised(lines):
+    """What is the same in each run."""
+    result = []
+    for line in lines:
+        line = re.sub(r"\bdomain: [^,\s]+", "domain: D", line.rstrip())
+        line = re.sub(r"\bfabric: [^,\s]+", "fabric: F", line)
+        line = ADDRESS.sub("ADDRESS", line)
+        line = re.sub(r"\b0x[0-9a-f]+\b", "0xHEX", line)
+        line = re.sub(r"\d+\.\d+", "#.#", line)
+        line = re.sub(r"\bEAGAIN=\d+", "EAGAIN=#", line)
+        # libfabric 2 needs no layer above its tcp.
+        line = line.replace("tcp;ofi_rxm", "tcp")
+        line = line.replace("FI_PROTO_RXM", "FI_PROTO_XNET")
+        line = line.replace("(built without CUDA)", "(no GPU)")
+        progress = PROGRESS.search(line)
+        if progress and progress[1] != progress[2]:
+            continue
+        if re.match(r"make(\[\d+\])?: .* is up to date\.$", line):
+            continue
+        result.append(line)
+    while result and not result[-1]:
+        result.pop()
+    # A demo's lines come as its two programs write them.
+    labels = ["", "client | ", "server | "]
+    if any(line.startswith(labels[2]) for line in result):
+        result.sort(key=lambda line: max(
+            i for i, label in enumerate(labels) if line.startswith(label)))
+    return result
+
+
+def matches(expected, lines):
+    """Both normalised; `...` stands for any number of lines."""
+    parts = [[]]
+    for line in expected:
+        if line == "...":
+            parts.append([])
+        else:
+            parts[-1].append(line)
+    if len(parts) == 1:
+        return lines == expected
+    first, *middle, last = parts
+    position = len(first)
+    if lines[:position] != first:
+        return False
+    for part in middle:
+        at = find(part, lines, position)
+        if at < 0:
+            return False
+        position = at + len(part)
+    end = len(lines) - len(last)
+    return end >= position and lines[end:] == last
+
+
+class Rerun:
+    """Runs a page's transcripts again, from the repository's root and in their
+    order, and compares what comes out.
+
+    A program without arguments is a server. It runs until the next one starts or
+    the page ends; only then is what it has printed compared. Every address in a
+    command is replaced by that of the server that runs."""
+
+    def __init__(self, page, run, patience):
+        self.page = page
+        self.run = run
+        # Seconds for a server to print what it should, once its clients have ended,
+        # and again to end.
+        self.patience = patience
+        self.server = None
+        self.messages = []
+        self.status = 0
+
+    def all(self):
+        for line, command, output in transcripts(self.page):
+            self.one(line, command, output)
+        self.end_server()
+        return self.messages
+
+    def one(self, line, command, output):
+        if command is None and self.server:
+            self.output += output
+        elif command is None:
+            self.tell(line, "a transcript without a command")
+        elif command == "echo $?":
+            self.compare(line, command, output, [str(self.status)])
+        elif MAKE.match(command) and not output:
+            self.status = 0  # check_targets() has a look at these
+        elif re.search(r"\bmake test\b|\btest\.sh\b|\bpytest\b", command):
+            self.tell(line, "the tests cannot show the tests")
+        elif SERVER.fullmatch(command):
+            self.start_server(line, command, output)
+        else:
+            self.command(line, command, output)
+
+    def tell(self, line, text):
+        self.messages.append(self.page.message(line, text))
+
+    def compare(self, line, command, expected, printed):
+        expected, printed = normalised(expected), normalised(printed)
+        if not matches(expected, printed):
+            diff = difflib.unified_diff(
+                expected, printed, f"{self.page.path}:{line}",
+                "what it prints", lineterm="")
+            self.tell(line, f"`{command}` prints something else:\n"
+                            + "\n".join(diff))
+
+    def command(self, line, command, output):
+        typed = command
+        if ADDRESS.search(command):
+            if not self.server:
+                self.tell(line, "no server runs that could have this address")
+                return
+            typed = ADDRESS.sub(self.address, command)
+        # timeout makes a process group of all that the command starts.
+        process = self.run(["timeout", "-k", "5", str(LIMIT), "bash", "-c",
+                            typed])
+        process.popen.wait(LIMIT + 30)
+        try:
+            os.killpg(process.popen.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass  # as it should be: nothing is left
+        self.status = process.wait()
+        if self.status in (124, 137):
+            self.tell(line, f"`{command}` does not end:\n{process.output}")
+        else:
+            self.compare(line, command, output, process.output.splitlines())
+
+    def start_server(self, line, command, output):
+        self.end_server()
+        *settings, path = shlex.split(command, comments=True)
+        env = dict(setting.split("=", 1) for setting in settings)
+        process = self.run([path], **env)
+        try:
+            match = process.wait_for(r"following command:\n.* ([0-9a-f]+)\n")
+        except AssertionError:  # it has ended, which may be what is shown
+            process.signal(signal.SIGKILL)
+            self.status = process.wait()
+            if ADDRESS.search(process.output):
+                self.tell(line, f"`{command}` has ended by itself")
+            self.compare(line, command, output, process.output.splitlines())
+            return
+        self.address = match[1]
+        self.server = process
+        self.line, self.shown, self.output = line, command, output
+        self.status = 0  # seen to when it ends
+
+    def end_server(self):
+        if not self.server:
+            return
+        process, self.server = self.server, None
+        output = list(self.output)
+        while output and not output[-1]:
+            output.pop()
+        signum = signal.SIGTERM
+        if output and output[-1] == "^C":
+            signum = signal.SIGINT
+            output.pop()
+        expected = normalised(output)
+        end = time.monotonic() + self.patience
+        while (time.monotonic() < end and process.popen.poll() is None
+               and not matches(expected, normalised(process.output.splitlines()))):
+            time.sleep(0.05)
+        time.sleep(0.2)  # for a line too many
+        if process.popen.poll() is not None:
+            self.tell(self.line, f"`{self.shown}` has ended by itself")
+        process.signal(signum)
+        try:
+            status = process.wait(self.patience)
+        except subprocess.TimeoutExpired:
+            self.tell(self.line, f"`{self.shown}` does not end: {signum.name}")
+            return
+        if status != 0:
+            self.tell(self.line, f"`{self.shown}` exits with {status}")
+        self.compare(self.line, self.shown, output, process.output.splitlines())
+
+
+def check_transcripts(page, run, patience=10):
+    return Rerun(page, run, patience).all()

@@ -1,0 +1,501 @@
+"""The chapters and the README: what they show is so. And the checks themselves,
+each of which has to find what it is there for."""
+
+import os
+
+import pytest
+
+import chapters
+from chapters import Page
+from conftest import ROOT
+
+PAGES = ["README.md"] + [f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
+# Those that take a page and nothing else.
+CHECKS = {check.__name__: check for check in [
+    chapters.check_blocks, chapters.check_excerpts, chapters.check_diffs,
+    chapters.check_names, chapters.check_links, chapters.check_neighbours,
+    chapters.check_text, chapters.check_targets]}
+
+
+@pytest.fixture(autouse=True)
+def as_a_reader(monkeypatch):
+    """Commands of transcripts inherit nothing from the make that runs the tests,
+    and no choice of a provider."""
+    for name in ["FI_PROVIDER", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"]:
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_every_program_has_a_chapter():
+    messages = chapters.check_numbers(ROOT)
+    assert not messages, "\n".join(messages)
+
+
+@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("check", CHECKS)
+def test_page(check, path):
+    messages = CHECKS[check](Page(ROOT, path))
+    assert not messages, "\n".join(messages)
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_transcripts(run, path):
+    messages = chapters.check_transcripts(Page(ROOT, path), run)
+    assert not messages, "\n".join(messages)
+
+
+# ---- The checks ----
+
+SAMPLE = {
+    "src/4_hello.cpp": """\
+#include <rdma/fi_domain.h>
+int main() {
+  first();
+  if (fi_getinfo(FI_SEND)) {
+    second();
+  }
+  third();
+}
+""",
+    "src/5_reverse.cpp": """\
+#include <rdma/fi_domain.h>
+int main() {
+  first();
+  if (fi_getinfo(FI_SEND)) {
+    last();
+  }
+  fi_close(cudaMalloc);
+
+  third();
+}
+""",
+    "chapters/3_setup.md": "# Set-up\n\nNext: [hello](4_hello.md)\n",
+    "chapters/4_hello.md": """\
+# Hello
+
+[Before](3_setup.md), [program](../src/4_hello.cpp#L2-L4), [next][after].
+`fi_getinfo` with FI_SEND, and [fi_cq](https://example.org/a_(b)).
+
+[after]: 5_reverse.md#what-fi_close-does-not "title"
+
+1. An excerpt:
+
+   ```cpp
+   int main() {
+     // ...
+       second();
+     }
+     third();
+     // ...
+   ```
+
+```mermaid
+fi_mermaid
+```
+""",
+    "chapters/5_reverse.md": """\
+# Reverse
+
+[Before](4_hello.md), [program](../src/5_reverse.cpp), `make diff-5`.
+
+## What `fi_close` does not
+
+`cudaMalloc` is ![drawn](../src).
+
+```diff
+...
+   if (fi_getinfo(FI_SEND)) {
+-    second();
++    last();
+   }
++  fi_close(cudaMalloc);
++
+   third();
+...
+```
+
+```sh
+make diff-5
+```
+
+```c++
+    last();
+  }
+  fi_close(cudaMalloc);
+
+  third();
+```
+""",
+    "README.md": "# Read me\n\n[3](chapters/3_setup.md), "
+                 "[4](chapters/4_hello.md), [5](chapters/5_reverse.md#reverse)\n",
+}
+
+
+def sample(folder, path=None, old=None, new=None):
+    """A small repository in which one thing is changed."""
+    for name, text in SAMPLE.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        if name == path:
+            assert text.count(old) == 1, text
+            text = text.replace(old, new)
+        (folder / name).write_text(text)
+
+
+README = "README.md"
+HELLO = "chapters/4_hello.md"
+REVERSE = "chapters/5_reverse.md"
+
+
+def test_good_pages(tmp_path):
+    sample(tmp_path)
+    for path in SAMPLE:
+        for check in CHECKS.values() if path.endswith(".md") else []:
+            assert check(Page(tmp_path, path)) == []
+
+
+FAULTS = {
+    # A changed line, wrong order, wrong order with an elision that hides nothing.
+    "changed": ("check_excerpts", HELLO, "    second();\n", "    secondly();\n",
+                'chapters/4_hello.md:13: not in src/4_hello.cpp: "    secondly();"'),
+    "indented": ("check_excerpts", HELLO, "     third();", "      third();",
+                 ':15: not in src/4_hello.cpp after the line above it: '
+                 '"   third();"'),
+    "order": ("check_excerpts", HELLO, "       second();\n     }\n     third();",
+              "     }\n     third();\n       second();",
+              ':15: not in src/4_hello.cpp after the line above it: '
+              '"    second();"'),
+    "left-out": ("check_excerpts", HELLO, "     // ...\n       s", "       s",
+                 ':12: not in src/4_hello.cpp after the line above it: '
+                 '"    second();"'),
+    "elision": ("check_excerpts", HELLO, "     third();\n",
+                "     // ...\n     first();\n",
+                ':16: stands before what is shown above it in src/4_hello.cpp: '
+                '"  first();"'),
+    "one-after-all": ("check_excerpts", HELLO, "     // ...\n   ```",
+                      "   }\n     // ...\n   }\n   ```",
+                      ':18: stands before what is shown above it in '
+                      'src/4_hello.cpp: "}"'),
+    "empty": ("check_excerpts", REVERSE, SAMPLE[REVERSE].split("c++\n")[1],
+              "// ...\n```\n", ":26: an excerpt of nothing"),
+    "c": ("check_blocks", HELLO, "```cpp", "```c", ':10: a block of "c"; there'),
+    "no-info": ("check_blocks", HELLO, "```cpp", "```", ':10: a block of ""; there'),
+    "tildes": ("check_blocks", HELLO, "1. An", "~~~c\n~~~\n1. An",
+               ':8: a block of "c"; there'),
+    "quoted": ("check_blocks", HELLO, "1. An", "> ```c\n\n1. An",
+               ":8: code outside a fenced block"),
+    "tag": ("check_blocks", HELLO, "1. An", "<pre>x;</pre>\n\n1. An",
+            ":8: code outside a fenced block"),
+    "by-blanks": ("check_blocks", HELLO, "1. An", "    x;\n\n1. An",
+                  ":8: code outside a fenced block"),
+    "no-end": ("check_blocks", HELLO, "fi_mermaid\n```\n", "fi_mermaid\n",
+               ":19: this block does not end"),
+    "no-program": ("check_blocks", "chapters/3_setup.md", "Next",
+                   "```cpp\nx;\n```\n\nNext",
+                   ":3: C++ without a program that it could be from"),
+    "no-diff": ("check_blocks", HELLO, "```mermaid", "```diff",
+                ":19: a diff without a program before this one"),
+    "added": ("check_diffs", REVERSE, "+    last", "+    lastly",
+              'chapters/5_reverse.md:13: not in src/5_reverse.cpp after the line '
+              'above it: "    lastly();"'),
+    "removed": ("check_diffs", REVERSE, "-    second", "-    third",
+                ':12: not in src/4_hello.cpp after the line above it: '
+                '"    third();"'),
+    "swapped": ("check_diffs", REVERSE, "-    second();\n+    last",
+                "+    second();\n-    last",
+                ':13: not in src/4_hello.cpp after the line above it: '
+                '"    last();"'),
+    "context": ("check_diffs", REVERSE, "   third();\n...", "   first();\n...",
+                ':17: not in src/4_hello.cpp after the line above it: '
+                '"  first();"'),
+    "no-mark": ("check_diffs", REVERSE, "+    last", "*    last",
+                ':13: neither +, - nor a blank: "    last();"'),
+    "no-change": ("check_diffs", REVERSE,
+                  SAMPLE[REVERSE].split("diff\n")[1].split("```")[0],
+                  "   third();\n", ":10: a diff that changes nothing"),
+    "name": ("check_names", HELLO, "`fi_getinfo` with FI_SEND", "`fi_getinfos`",
+             "chapters/4_hello.md: not named outside of code blocks: FI_SEND, "
+             "fi_getinfo"),
+    "name-in-code": ("check_names", REVERSE, "`cudaMalloc` is",
+                     "```sh\ncudaMalloc\n```\nThis is",
+                     "not named outside of code blocks: cudaMalloc"),
+    "name-in-link": ("check_names", REVERSE, "`cudaMalloc` is",
+                     "[This](x/cudaMalloc) https://example.org/cudaMalloc is",
+                     "not named outside of code blocks: cudaMalloc"),
+    "name-in-comment": ("check_names", REVERSE, "`cudaMalloc` is",
+                        "<!-- cudaMalloc --> This is",
+                        "not named outside of code blocks: cudaMalloc"),
+    "dead": ("check_links", README, "3_setup.md", "3_start.md",
+             "README.md:3: dead link, no such file: chapters/3_start.md"),
+    "image": ("check_links", REVERSE, "![drawn](../src)", "![drawn](drawn.png)",
+              ":7: dead link, no such file: drawn.png"),
+    "fragment": ("check_links", README, "#reverse", "#reversed",
+                 ":3: dead link, no such heading: chapters/5_reverse.md#reversed"),
+    "own-fragment": ("check_links", HELLO, "FI_SEND", "[FI_SEND](#send)",
+                     ":4: dead link, no such heading: #send"),
+    "code-fragment": ("check_links", HELLO, "#L2-L4", "#L2-L9",
+                      ":3: dead link, no such line: ../src/4_hello.cpp#L2-L9"),
+    "reference": ("check_links", HELLO, "5_reverse.md#what", "5_reverse.md#that",
+                  ":6: dead link, no such heading: 5_reverse.md#that-fi_close-"),
+    "no-reference": ("check_links", HELLO, "[next][after]", "[next][before]",
+                     ":3: nothing says where [before] leads to"),
+    "outside": ("check_links", HELLO, "(3_setup.md)", "(../../3_setup.md)",
+                ":3: dead link, not in the repository: ../../3_setup.md"),
+    "build": ("check_links", HELLO, "(3_setup.md)", "(../build/4_hello)",
+              ":3: dead link, not in the repository: ../build/4_hello"),
+    "absolute": ("check_links", HELLO, "(3_setup.md)", "(/etc/passwd)",
+                 ":3: dead link, neither http(s) nor relative: /etc/passwd"),
+    "url": ("check_links", HELLO, "https://example.org", "https:/example.org",
+            ":4: dead link, not a URL: https:/example.org/a_(b)"),
+    "url-blank": ("check_links", HELLO, "example.org/a", "example.org/a a",
+                  ":4: not a link: ](https://example.org/a a_(b))."),
+    "html": ("check_links", HELLO, "FI_SEND", '<img src="x.png">',
+             ":4: dead link, no such file: x.png"),
+    "no-next": ("check_neighbours", HELLO, "5_reverse.md#", "#",
+                "chapters/4_hello.md: no link to 5_reverse.md"),
+    "next-in-code": ("check_neighbours", HELLO, "[Before](3_setup.md)",
+                     "`[Before](3_setup.md)`",
+                     "chapters/4_hello.md: no link to 3_setup.md"),
+    "no-src": ("check_neighbours", REVERSE, "[program](../src/5", "(../src/5",
+               "no link to ../src/5_reverse.cpp"),
+    "readme": ("check_neighbours", README, "[3](chapters/3_setup.md)", "3",
+               "README.md: no link to chapters/3_setup.md"),
+    "blanks": ("check_text", HELLO, "fi_mermaid\n", "fi_mermaid \n",
+               ":20: blanks end this line"),
+    "long": ("check_text", HELLO, "# Hello\n",
+             "# Hello\n\n" + "very " * 20 + "long\n", ":3: more than 100 columns"),
+    "newline": ("check_text", HELLO, "fi_mermaid\n```\n", "fi_mermaid\n```",
+                "does not end with one newline"),
+    "titles": ("check_text", HELLO, "1. An", "# Again\n\n1. An",
+               "2 headings of level 1, not one"),
+    "target": ("check_targets", REVERSE, "make diff-5\n```", "make diffs-5\n```",
+               ":22: make has no diffs-5"),
+    "number": ("check_targets", REVERSE, "make diff-5\n```",
+               "A=1 make help diff-7  # 7\n```", ":22: make has no diff-7"),
+    "console": ("check_targets", REVERSE, "sh\nmake diff-5\n",
+                "console\n$ make help\n$ make nothing\n$ ls\n",
+                ":23: make has no nothing"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_finds(tmp_path, fault):
+    """Each fault is found by its check, and the first message names it."""
+    check, path, old, new, expected = FAULTS[fault]
+    sample(tmp_path, path, old, new)
+    messages = CHECKS[check](Page(tmp_path, path))
+    assert messages and expected in messages[0], messages
+
+
+def test_finds_a_diff_that_is_not_named(tmp_path):
+    sample(tmp_path)
+    page = Page(tmp_path, REVERSE)
+    page.text = page.text.replace("make diff-5", "make diff-55")
+    assert chapters.check_neighbours(page) == [
+        "chapters/5_reverse.md: `make diff-5` is not named"]
+
+
+def test_finds_what_is_missing(tmp_path):
+    """A chapter for each program, a program for each chapter from 4 on."""
+    for name in ["0_a", "1_b", "2_c", "3_d", "4_e", "5_f"]:
+        os.makedirs(tmp_path / "chapters", exist_ok=True)
+        (tmp_path / "chapters" / f"{name}.md").write_text("")
+    (tmp_path / "src").mkdir()
+    for name in ["4_e", "5_f"]:
+        (tmp_path / "src" / f"{name}.cpp").write_text("")
+    assert chapters.check_numbers(tmp_path) == []
+    os.rename(tmp_path / "chapters/5_f.md", tmp_path / "chapters/6_g.md")
+    assert chapters.check_numbers(tmp_path) == [
+        "chapters/5_f.md is missing: the chapter of src/5_f.cpp",
+        "chapters/6_g.md: there is no src/6_g.cpp",
+        "chapters/: the numbers are [0, 1, 2, 3, 4, 6]"]
+
+
+def test_anchors():
+    """As GitHub makes them."""
+    text = """# The `fi_cq` of [libfabric](x.md): -FI_EAGAIN?
+## Twice
+## Twice ##
+### Twice-1
+#none
+<a id="here"></a>
+"""
+    assert chapters.anchors(text) == {
+        "the-fi_cq-of-libfabric--fi_eagain", "twice", "twice-1", "twice-1-1",
+        "here"}
+
+
+# ---- Transcripts ----
+
+ALIKE = [
+    (["a", "...", "b"], ["a", "b"], True),
+    (["a", "...", "b"], ["a", "x", "b", "b"], True),
+    (["a", "...", "b"], ["a", "b", "x"], False),
+    (["...", "b", "...", "a", "..."], ["a", "b"], False),
+    (["...", "a", "...", "a"], ["a"], False),
+    (["...", "a", "...", "b", "..."], ["x", "a", "x", "b", "x"], True),
+    (["..."], [], True),
+    ([], ["a"], False),
+    (["a "], ["a", ""], True),
+    (["domain: a, fabric: b/1, provider: tcp;ofi_rxm"],
+     ["domain: c, fabric: d::/2, provider: tcp"], True),
+    (["domain: a, fabric: a, provider: tcp"],
+     ["domain: a, fabric: a, provider: shm"], False),
+    (["addr=0x00 size=1 rkey=0x0123456789abcdef"],
+     ["addr=0xff size=1 rkey=0x0"], True),
+    (["addr=0x00 size=1"], ["addr=0x00 size=2"], False),
+    (["in host memory (no GPU)"], ["in host memory (built without CUDA)"], True),
+    (["[0.1s] WRITE: 50%, 1/2", "[0.2s] WRITE: 100%, 2/2, bw=1.5Gbps, EAGAIN=1"],
+     ["[3.4s] WRITE: 100%, 2/2, bw=44.1Gbps, EAGAIN=99"], True),
+    (["[0.2s] WRITE: 100%, 2/2"], ["[0.2s] WRITE: 100%, 3/3"], False),
+    (["[0.2s] WRITE: 100%, 2/2"], ["[0.2s] WRITE: 50%, 1/2"], False),
+    (["client | a", "server | a", "server | b", "client | b"],
+     ["make[1]: 'a' is up to date.", "server | a", "client | a", "client | b",
+      "server | b"], True),
+    (["client | a", "server | a", "server | b"],
+     ["client | a", "server | b", "server | a"], False),
+]
+
+
+@pytest.mark.parametrize("expected,printed,alike", ALIKE)
+def test_comparison(expected, printed, alike):
+    assert alike == chapters.matches(chapters.normalised(expected),
+                                     chapters.normalised(printed))
+
+
+def rerun(folder, run, text, patience=10):
+    (folder / "src").mkdir(exist_ok=True)
+    (folder / "README.md").write_text(text)
+    return chapters.check_transcripts(Page(folder, README), run, patience)
+
+
+TWO_TERMINALS = """\
+The first terminal:
+
+```console
+$ make 4_hello
+$ ./build/4_hello
+domain: eth7, fabric: 10.0.0.0/8, provider: tcp
+Run the client with the following command:
+  ./build/4_hello 0123456789abcdef0123456789abcdef
+Received 13 bytes: Hello, world!
+Received 2 bytes: ok
+^C
+```
+
+The second terminal:
+
+```console
+$ ./build/4_hello 0123456789abcdef0123456789abcdef
+domain: eth7, fabric: 10.0.0.0/8, provider: tcp
+Sent 13 bytes; they are in the server's memory.
+$ ./build/4_hello 0123456789abcdef0123456789abcdef ok
+...
+Sent 2 bytes; they are in the server's memory.
+$ echo $?
+0
+```
+"""
+OTHERS = """
+```console
+$ FI_PROVIDER=shm ./build/4_hello
+domain: shm, fabric: shm, provider: shm
+Run the client with the following command:
+  FI_PROVIDER='shm' ./build/4_hello 0123456789abcdef
+$ echo "$FI_PROVIDER"; echo error >&2; false
+
+error
+$ echo $?
+1
+```
+
+```console
+$ FI_PROVIDER=shm ./build/4_hello 0123456789abcdef
+...
+Sent 13 bytes; they are in the server's memory.
+```
+
+Then the server goes on:
+
+```console
+Received 13 bytes: Hello, world!
+```
+
+```console
+$ FI_PROVIDER=nonsense ./build/4_hello
+error: fi_getinfo: no interface offers what this program needs with FI_PROVIDER=\
+nonsense; `fi_info -t FI_EP_RDM` lists what there is
+$ echo $?
+1
+```
+"""
+
+
+def test_good_transcripts(tmp_path, run):
+    assert rerun(tmp_path, run, TWO_TERMINALS + OTHERS) == []
+
+
+TRANSCRIPT_FAULTS = {
+    "client-changed": ("Sent 13", "Sent 14", "README.md:17: `./build/4_hello 012",
+                       "-Sent 14 bytes", "+Sent 13 bytes"),
+    "client-missing": ("provider: tcp\nSent", "provider: tcp\n$ true\nSent", ":17:",
+                       "+Sent 13 bytes", ""),
+    "client-too-many": ("memory.\n$ ./", "memory.\nBye.\n$ ./", ":17:", "-Bye.", ""),
+    "client-order": ("...\nSent 2", "Sent 2 bytes\n...\nSent 2", ":20:",
+                     "-Sent 2 bytes", "+domain"),
+    "status": ("$?\n0", "$?\n1", ":23: `echo $?` prints", "-1", "+0"),
+    "server-changed": ("Received 13", "Received 14", ":5: `./build/4_hello` prints",
+                       "-Received 14 bytes", "+Received 13 bytes"),
+    "server-missing": ("Received 2 bytes: ok\n", "", ":5:",
+                       "+Received 2 bytes: ok", ""),
+    "server-too-many": ("^C", "Bye.\n^C", ":5:", "-Bye.", ""),
+    "server-order": ("Received 13 bytes: Hello, world!\nReceived 2 bytes: ok",
+                     "Received 2 bytes: ok\n...\nReceived 13 bytes: Hello, world!",
+                     ":5:", "-Received 13 bytes", "+Received 13 bytes"),
+    "no-server": ("$ ./build/4_hello\n", "$ ./build/4_hello --help\n",
+                  ":17: no server runs that could have this address", "", ""),
+    "no-command": ("$ make 4_hello\n", "Hello\n",
+                   ":4: a transcript without a command", "", ""),
+    "itself": ("$ make 4_hello\n", "$ make test\n...\n",
+               ":4: the tests cannot show the tests", "", ""),
+}
+
+
+@pytest.mark.parametrize("fault", TRANSCRIPT_FAULTS)
+def test_finds_in_transcript(tmp_path, run, fault):
+    old, new, where, minus, plus = TRANSCRIPT_FAULTS[fault]
+    assert TWO_TERMINALS.count(old) == 1
+    messages = rerun(tmp_path, run, TWO_TERMINALS.replace(old, new), 2)
+    message = "".join(message for message in messages if where in message)
+    assert message and minus in message and plus in message, messages
+
+
+def test_finds_a_command_without_end(tmp_path, run, monkeypatch):
+    """Nothing of it is left running."""
+    monkeypatch.setattr(chapters, "LIMIT", 1)
+    messages = rerun(tmp_path, run, "```console\n$ sleep 98 & sleep 99\n```\n")
+    assert messages == ["README.md:2: `sleep 98 & sleep 99` does not end:\n"]
+    monkeypatch.setattr(chapters, "LIMIT", 60)
+    assert rerun(tmp_path, run, "```console\n$ sleep 99 &\n```\n") == []
+
+
+@pytest.mark.parametrize("script,rest,message", [
+    ("", "", "exits with -15"),
+    ("trap 'exit 0' TERM", "", None),
+    ("trap 'exit 0' TERM; trap '' INT", "^C\n", "does not end: SIGINT"),
+    ("trap 'exit 3' INT", "^C\n", "exits with 3"),
+    ("trap 'exit 0' INT", "^C\n", None),
+    ("exit 0", "", "has ended by itself"),
+    ("sleep 1; exit 0", "...\nlate\n", "has ended by itself"),
+])
+def test_finds_how_a_server_ends(tmp_path, run, script, rest, message):
+    """With another program in the place of ours."""
+    words = f"the following command:\n./build/4_hello {'0' * 16}\n"
+    server = f"printf '{words}'; {script or ':'}; while sleep 0.1; do :; done"
+
+    def run_script(command, **env):
+        assert command == ["./build/4_hello"]
+        return run(["bash", "-c", server], **env)
+
+    messages = rerun(tmp_path, run_script, "```console\n$ ./build/4_hello\n"
+                     + words + rest + "```\n", 2)
+    assert bool(messages) == bool(message), messages
+    assert not message or message in messages[0]

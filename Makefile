@@ -7,6 +7,8 @@
 #   CXX, CXXFLAGS   the compiler and its options
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
+#   RUNS, SIZES, PROVIDERS
+#                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
 
 BUILD ?= build
 CXXFLAGS ?= -O2 -g
@@ -69,8 +71,9 @@ $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
 
-# Not a program of the tutorial: the tests use it to send what none would.
-$(BUILD)/sender: scripts/sender.cpp $(BUILD)/.flags
+# Not programs of the tutorial: the tests send with the one what none would, the
+# benchmark compares with the other.
+$(BUILD)/sender $(BUILD)/bench_loop: $(BUILD)/%: scripts/%.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< \
 	  $(LDFLAGS) $(LIBFABRIC_LIBS)
 
@@ -85,7 +88,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test lint figures clean help
+.PHONY: demo test bench bench-variants lint figures clean help
 # These install what they need first; only then is there a libfabric to find,
 # hence another make.
 demo:
@@ -96,6 +99,13 @@ demo:
 test:
 	@scripts/install-deps.sh build test
 	@scripts/test.sh
+
+# RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench.py.
+bench bench-variants:
+	@scripts/install-deps.sh build bench
+	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/bench_loop
+	@BUILD=$(BUILD) scripts/bench.sh \
+	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
 
 # What a reader has made of the exercise: make exercise-4.
 exercise-%:
@@ -125,6 +135,8 @@ help:
 	@echo 'make 7_queue    build one: $(PROGRAMS)'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
 	@echo 'make test       build and check everything'
+	@echo 'make bench      measure 7_queue beside what this machine can do'
+	@echo 'make bench-variants  and what each of the things that made it fast does'
 	@echo 'make diff-7     what 7 adds to the program before it'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'

@@ -1,7 +1,8 @@
 #!/bin/bash
 # Installs what is missing and nothing else, and says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [build] [test] [lint] [figures]     (build)
+# Usage: scripts/install-deps.sh [GROUP...]: build (the default), test, bench,
+# lint, figures
 set -euo pipefail
 
 [ $# -gt 0 ] || set -- build
@@ -31,6 +32,16 @@ has_pytest() {
   }
 }
 
+has_matplotlib() {
+  local python
+  # bash would only name the one that it remembers.
+  hash -r
+  for python in $(type -aP python3); do
+    "$python" -c "import matplotlib" && return
+  done
+  return 1
+}
+
 has_chromium() {
   command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||
     command -v chromium-browser
@@ -50,6 +61,10 @@ for group in "$@"; do
         "python3-pytest python3-pytest-xdist" has_pytest
       need iproute2 iproute command -v ip
       need libfabric-bin libfabric command -v fi_info
+      ;;&
+    test | bench)
+      need iperf3 iperf3 command -v iperf3
+      need python3-matplotlib python3-matplotlib has_matplotlib
       ;;
     lint)
       need clang-format clang-tools-extra command -v clang-format
@@ -61,7 +76,7 @@ for group in "$@"; do
       need npm nodejs-npm command -v npm
       ;;
     *)
-      echo "usage: $0 [build] [test] [lint] [figures]" >&2
+      echo "usage: $0 [build] [test] [bench] [lint] [figures]" >&2
       exit 2
       ;;
   esac

@@ -10,7 +10,7 @@ unset MAKEFLAGS MAKELEVEL MFLAGS
 make -j2
 make -j2 BUILD=build/sanitized \
   CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined"
-make BUILD=build build/sender
+make BUILD=build build/sender build/bench_loop
 
 pytest=(pytest-3)
 if python3 -c 'import pytest, xdist' 2>/dev/null; then

@@ -60,8 +60,8 @@ def test_libfabric_home(tmp_path):
 
 def test_help_and_diff():
     output = make("help")
-    for target in ["make demo", "make test", "make diff-7", "make exercise-4",
-                   "make figures", "make clean"]:
+    for target in ["make demo", "make test", "make bench", "make diff-7",
+                   "make exercise-4", "make figures", "make clean"]:
         assert target in output
     for number, program in enumerate(PROGRAMS[1:], 5):
         assert f"+++ b/src/{program}.cpp" in make(f"diff-{number}")
@@ -89,9 +89,11 @@ def machine_without_anything(tmp_path, manager, user):
 
 @pytest.mark.parametrize("manager,packages", [
     ("apt-get", "g++ make pkg-config libfabric-dev git python3-pytest "
-                "python3-pytest-xdist iproute2 libfabric-bin"),
+                "python3-pytest-xdist iproute2 libfabric-bin iperf3 "
+                "python3-matplotlib"),
     ("dnf", "gcc-c++ make pkgconf-pkg-config libfabric-devel git "
-            "python3-pytest python3-pytest-xdist iproute libfabric")])
+            "python3-pytest python3-pytest-xdist iproute libfabric iperf3 "
+            "python3-matplotlib")])
 @pytest.mark.parametrize("user", [0, 1000])
 def test_dependencies_are_installed(tmp_path, manager, packages, user):
     """What is missing, and nothing else; with sudo for whoever is not root."""

@@ -15,7 +15,7 @@ PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue"]
 PROVIDERS = ["", "shm", "net", "sockets", "udp;ofi_rxd"]
 # What a client says when it has seen that all is right.
 SUCCESS = {
-    "4_hello": "they are in the server's memory",
+    "4_hello": "Sent ",
     "5_reverse": "The text is correct.",
     "6_write": "Data is correct.",
     "7_queue": "Data is correct.",

@@ -386,10 +386,10 @@ The second terminal:
 ```console
 $ ./build/4_hello 0123456789abcdef0123456789abcdef
 domain: eth7, fabric: 10.0.0.0/8, provider: tcp
-Sent 13 bytes; they are in the server's memory.
+Sent 13 bytes.
 $ ./build/4_hello 0123456789abcdef0123456789abcdef ok
 ...
-Sent 2 bytes; they are in the server's memory.
+Sent 2 bytes.
 $ echo $?
 0
 ```
@@ -410,7 +410,7 @@ $ echo $?
 ```console
 $ FI_PROVIDER=shm ./build/4_hello 0123456789abcdef
 ...
-Sent 13 bytes; they are in the server's memory.
+Sent 13 bytes.
 ```
 
 Then the server goes on:

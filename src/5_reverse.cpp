@@ -177,6 +177,9 @@ struct Buffer {
     if (align == kHugePageSize) {
       madvise(data, rounded, MADV_HUGEPAGE);
     }
+    // From now on the memory really exists, as some providers demand before it
+    // is registered (FI_MR_ALLOCATED in fi_mr(3)).
+    memset(data, 0, size);
   }
 };
 
@@ -397,10 +400,11 @@ void Close(struct fid* fid, const char* what) {
   }
 }
 
-// What uses something is closed before what it uses.
+// What uses something is closed before what it uses: the endpoint first, since
+// RECVs that are still posted use memory regions.
 Network::~Network() {
-  for (struct fid_mr* mr : mrs) Close(&mr->fid, "memory region");
   if (ep) Close(&ep->fid, "endpoint");
+  for (struct fid_mr* mr : mrs) Close(&mr->fid, "memory region");
   if (cq) Close(&cq->fid, "completion queue");
   if (av) Close(&av->fid, "address vector");
   if (domain && !borrowed) Close(&domain->fid, "domain");

@@ -67,7 +67,7 @@ constexpr int kMaxUnanswered = 10;             // CONNECTs
 
 constexpr size_t kBufferCount = 2;                // a client's
 constexpr size_t kMaxMemoryRegions = 16;          // that a client may offer
-constexpr size_t kSourceSize = 1 << 30;           // bytes; the server's pages
+constexpr size_t kSourceSize = 512 << 20;         // bytes; the server's pages
 constexpr size_t kMaxPageSize = 16 << 20;         // bytes
 constexpr int64_t kReportPeriod = 1'000'000'000;  // ns between two reports
 
@@ -171,7 +171,9 @@ void CudaClear(void* data, size_t bytes) {
 
 // A completion lies in host memory, the data in GPU memory, and PCI Express may
 // have brought the former first. To be called between a completion and the use
-// of the data by this GPU, where the GPU does not see to it by itself.
+// of the data by what already runs on this GPU. For work submitted afterwards,
+// as CudaCopy does, CUDA sees to it itself; so where a flush is not supported,
+// we go without.
 void CudaFlushWrites(int gpu) {
   int ordering = 0;
   int options = 0;
@@ -275,6 +277,7 @@ struct Buffer {
     data = static_cast<uint8_t*>(CudaAlloc(bytes));
     size = bytes;
     cuda_device = device;
+    CudaClear(data, size);
   }
 
   void CopyIn(size_t offset, const void* from, size_t len) {
@@ -293,14 +296,6 @@ struct Buffer {
     }
   }
 
-  void Clear() {
-    if (is_cuda()) {
-      CudaClear(data, size);
-    } else {
-      memset(data, 0, size);
-    }
-  }
-
   void Alloc(size_t bytes) {
     size = bytes;
     // Large buffers go onto huge pages: fewer entries in the page tables, and
@@ -315,6 +310,9 @@ struct Buffer {
     if (align == kHugePageSize) {
       madvise(data, rounded, MADV_HUGEPAGE);
     }
+    // From now on the memory really exists, as some providers demand before it
+    // is registered (FI_MR_ALLOCATED in fi_mr(3)).
+    memset(data, 0, size);
   }
 };
 
@@ -349,7 +347,7 @@ struct RdmaWriteOp {
   size_t len;         // bytes
   uint64_t dest_ptr;  // as the owner of the memory has told
   uint64_t dest_key;  // the same
-  uint32_t imm_data;  // 0: none. efa carries no more than 4 bytes
+  uint32_t imm_data;  // 0: none. Some providers carry 4 bytes and no more
 };
 
 struct RdmaOp;
@@ -578,7 +576,11 @@ void Network::OpenEndpoint() {
   // in front of all later ones, so it is in place in time without our asking.
   // If we ask, libfabric 1.17 has the other side copy it under a lock, and
   // waits for ever if that side is killed meanwhile.
-  if (strcmp(info->fabric_attr->prov_name, "shm") == 0) write_flags = 0;
+  // (Not for GPU memory: there, only the other way works.)
+  if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
+      (info->caps & FI_HMEM) == 0) {
+    write_flags = 0;
+  }
 }
 
 void Close(struct fid* fid, const char* what) {
@@ -589,10 +591,11 @@ void Close(struct fid* fid, const char* what) {
   }
 }
 
-// What uses something is closed before what it uses.
+// What uses something is closed before what it uses: the endpoint first, since
+// RECVs that are still posted use memory regions.
 Network::~Network() {
-  for (struct fid_mr* mr : mrs) Close(&mr->fid, "memory region");
   if (ep) Close(&ep->fid, "endpoint");
+  for (struct fid_mr* mr : mrs) Close(&mr->fid, "memory region");
   if (cq) Close(&cq->fid, "completion queue");
   if (av) Close(&av->fid, "address vector");
   if (domain && !borrowed) Close(&domain->fid, "domain");
@@ -1521,7 +1524,6 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages) {
   std::string place;
   for (Buffer& buf : bufs) {
     place = AllocOnGpu(net, buf, room * page_size, FI_REMOTE_WRITE);
-    buf.Clear();
   }
   printf("Registered %zu buffers %s\n", kBufferCount, place.c_str());
 

@@ -392,9 +392,11 @@ Network::~Network() {
 // Tells libfabric of a peer. Nothing is sent: a wrong address shows later, as
 // an error or as silence. Null for an address that cannot be right.
 Peer* Network::AddPeerAddress(const Address& address) {
-  // A name ends with a zero byte; all else is as long as our own address.
+  // A name ends with a zero byte, and begins as ours does; all else is as long
+  // as our own address.
   bool fits = info->addr_format == FI_ADDR_STR
-                  ? !address.bytes.empty() && address.bytes.back() == 0
+                  ? !address.bytes.empty() && address.bytes.back() == 0 &&
+                        address.bytes.front() == addr.bytes.front()
                   : address.bytes.size() == addr.bytes.size();
   fi_addr_t fi_addr = FI_ADDR_UNSPEC;
   if (!fits ||
@@ -415,8 +417,8 @@ void Network::RegisterMemory(Buffer& buf, uint64_t access) {
   attr.mr_iov = &iov;
   attr.iov_count = 1;
   attr.access = access;
-  // Without FI_MR_PROV_KEY it is for us to choose a key; a peer who knows it
-  // may use the memory, so it should be hard to guess.
+  // Without FI_MR_PROV_KEY it is for us to choose a key. It is another one each
+  // time, so that none from earlier fits by accident.
   size_t key_bits = 8 * info->domain_attr->mr_key_size;
   attr.requested_key =
       key_bits < 64 ? random() & ((UINT64_C(1) << key_bits) - 1) : random();

@@ -623,9 +623,11 @@ Peer* Network::AddPeerAddress(const Address& address) {
     fi_av_remove(av, &peers.front().fi_addr, 1, 0);
     peers.pop_front();
   }
-  // A name ends with a zero byte; all else is as long as our own address.
+  // A name ends with a zero byte, and begins as ours does; all else is as long
+  // as our own address.
   bool fits = info->addr_format == FI_ADDR_STR
-                  ? !address.bytes.empty() && address.bytes.back() == 0
+                  ? !address.bytes.empty() && address.bytes.back() == 0 &&
+                        address.bytes.front() == addr.bytes.front()
                   : address.bytes.size() == addr.bytes.size();
   fi_addr_t fi_addr = FI_ADDR_UNSPEC;
   if (!fits ||
@@ -650,8 +652,8 @@ void Network::RegisterMemory(Buffer& buf, uint64_t access) {
     attr.iface = FI_HMEM_CUDA;
     attr.device.cuda = buf.cuda_device;
   }
-  // Without FI_MR_PROV_KEY it is for us to choose a key; a peer who knows it
-  // may use the memory, so it should be hard to guess.
+  // Without FI_MR_PROV_KEY it is for us to choose a key. It is another one each
+  // time, so that none from earlier fits by accident.
   size_t key_bits = 8 * info->domain_attr->mr_key_size;
   attr.requested_key =
       key_bits < 64 ? random() & ((UINT64_C(1) << key_bits) - 1) : random();

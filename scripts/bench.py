@@ -325,6 +325,9 @@ def print_table(results, providers, sizes):
 
 
 def print_limits(results, providers, sizes):
+    # It decides how fast tcp and iperf3 are: bbr paces what it sends.
+    with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
+        print(f"\nTCP congestion control: {file.read().strip()}")
     print("\nThe limits, in Gbps:")
     names = [("memcpy", ""), ("iperf3", ""), *(("loop", p) for p in providers)]
     print(f"{'page size':>9} " +

@@ -9,6 +9,10 @@ import time
 
 import pytest
 
+# Who runs the tests in the background may have them ignore Ctrl-C, and each program
+# that they start would do so too until it has come to main().
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue"]
 # As libfabric chooses, then each software provider of libfabric 1.17.

@@ -438,7 +438,7 @@ TRANSCRIPT_FAULTS = {
                        "-Sent 14 bytes", "+Sent 13 bytes"),
     "client-missing": ("provider: tcp\nSent", "provider: tcp\n$ true\nSent", ":17:",
                        "+Sent 13 bytes", ""),
-    "client-too-many": ("memory.\n$ ./", "memory.\nBye.\n$ ./", ":17:", "-Bye.", ""),
+    "client-too-many": ("bytes.\n$ ./", "bytes.\nBye.\n$ ./", ":17:", "-Bye.", ""),
     "client-order": ("...\nSent 2", "Sent 2 bytes\n...\nSent 2", ":20:",
                      "-Sent 2 bytes", "+domain"),
     "status": ("$?\n0", "$?\n1", ":23: `echo $?` prints", "-1", "+0"),

@@ -19,7 +19,7 @@ two_providers = pytest.mark.parametrize("provider", ["", "shm"],
 LONG = {
     "4_hello": ["x" * 100000],
     "5_reverse": ["x" * 100000],
-    "6_write": ["1048576", "400"],
+    "6_write": ["1048576", "256"],
     "7_queue": ["1048576", "100", "100000"],
 }
 

@@ -522,6 +522,8 @@ bool Network::Submit(RdmaOp* op) {
   if (ret == -FI_EAGAIN) {
     return false;
   }
+  // An endpoint without its RECVs is of no use to anybody.
+  if (op->type == RdmaOpType::kRecv) FiCheck(ret, "fi_recv");
   if (ret != 0) {
     // It will not be seen in the completion queue.
     Complete(op, fi_strerror(static_cast<int>(-ret)));

@@ -216,6 +216,10 @@ def check_parts(page, parts, program):
     return []
 
 
+# Who shows more lines than these in one piece has mistaken where it ends.
+LONGEST = 80
+
+
 def check_excerpts(page):
     """C++ stands in the chapter's program, letter for letter."""
     messages = []
@@ -228,6 +232,8 @@ def check_excerpts(page):
         messages += check_parts(page, parts, page.program)
         if not parts:
             messages.append(page.message(block.line, "an excerpt of nothing"))
+        messages += [page.message(part[0][0], f"{len(part)} lines in one piece")
+                     for part in parts if len(part) > LONGEST]
     return messages
 
 

@@ -145,6 +145,16 @@ HELLO = "chapters/4_hello.md"
 REVERSE = "chapters/5_reverse.md"
 
 
+def test_finds_long_excerpt(tmp_path):
+    """Which stands in the program, but was not meant to go on so long."""
+    sample(tmp_path)
+    lines = "".join(f"line({i});\n" for i in range(chapters.LONGEST + 1))
+    (tmp_path / "src/4_hello.cpp").write_text(lines)
+    (tmp_path / HELLO).write_text(f"# Hello\n\n```cpp\n{lines}```\n")
+    assert chapters.check_excerpts(Page(tmp_path, HELLO)) == [
+        f"{HELLO}:4: {chapters.LONGEST + 1} lines in one piece"]
+
+
 def test_good_pages(tmp_path):
     sample(tmp_path)
     for path in SAMPLE:

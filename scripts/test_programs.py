@@ -16,8 +16,10 @@ ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 def test_data(serve, program, provider):
     """Several clients, one after the other, each with correct data."""
     server = serve(program, provider)
+    # This provider crawls with large pages once all cores are busy.
+    small = program == "6_write" and provider == "udp;ofi_rxd"
     for _ in range(3):
-        server.check_client()
+        server.check_client(*(["65536", "8"] if small else []))
     server.stop()
 
 

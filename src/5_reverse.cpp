@@ -47,14 +47,14 @@ constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kRecvCount = 4;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr unsigned kPollsPerClock = 64;  // polls until we look at the clock
-constexpr int64_t kTimeLimit = 10'000'000'000;  // ns without progress
-constexpr int64_t kIdlePause = 1'000'000;       // ns between polls when idle
+constexpr int64_t kTimeLimit = 10'000'000'000;    // ns without progress
+constexpr int64_t kIdlePause = 1'000'000;         // ns between polls when idle
 
 constexpr size_t kMaxPeers = 64;               // addresses kept
 constexpr int64_t kAskPeriod = 1'000'000'000;  // ns until CONNECT is repeated
 constexpr int64_t kBusyPause = 200'000'000;    // ns until it is, after BUSY
 constexpr int kMaxUnanswered = 10;             // CONNECTs
+constexpr int64_t kHousekeepingPeriod = 1'000'000;  // ns
 
 // ---------------------------------------------------------------------------
 // Errors, signals, time
@@ -177,9 +177,15 @@ struct Buffer {
     if (align == kHugePageSize) {
       madvise(data, rounded, MADV_HUGEPAGE);
     }
-    // From now on the memory really exists, as some providers demand before it
-    // is registered (FI_MR_ALLOCATED in fi_mr(3)).
-    memset(data, 0, size);
+  }
+
+  // Sees to it that all of the memory really exists, as some providers demand
+  // before it is registered: the kernel makes a page when it is first used.
+  void Touch() {
+    for (size_t i = 0; i < size; i += kBufferAlign) {
+      volatile uint8_t* byte = data + i;
+      *byte = *byte;
+    }
   }
 };
 
@@ -262,6 +268,7 @@ struct Network {
   std::vector<RdmaOp*> free_ops;
   // Called now and then while we wait for a peer. It must not wait itself.
   std::function<void()> housekeeping;
+  int64_t housekept_at = 0;  // ns
   std::mt19937_64 random{std::random_device{}()};
 
   Network() = default;
@@ -444,6 +451,7 @@ Peer* Network::AddPeerAddress(const Address& address) {
 // Tells the adapter of a buffer, which it may use from now on, and for which
 // operations (fi_mr(3)).
 void Network::RegisterMemory(Buffer& buf, uint64_t access) {
+  if (info->domain_attr->mr_mode & FI_MR_ALLOCATED) buf.Touch();
   struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
   struct fi_mr_attr attr = {};
   attr.mr_iov = &iov;
@@ -614,7 +622,7 @@ void Network::WaitUntil(const char* what, Peer* peer,
                         const std::function<bool()>& done) {
   uint64_t progress = peer ? peer->progress : 0;
   int64_t since = 0;
-  for (unsigned polls = 0;; ++polls) {
+  for (;;) {
     if (g_interrupted) throw Interrupted();
     if (done()) return;
     size_t completions = PollCompletion();
@@ -627,9 +635,11 @@ void Network::WaitUntil(const char* what, Peer* peer,
       throw std::runtime_error(std::string(what) + ": " + error +
                                "; is the other side still running?");
     }
-    if (polls % kPollsPerClock != 0) continue;
-    if (housekeeping) housekeeping();
     int64_t now = Now();
+    if (housekeeping && now - housekept_at > kHousekeepingPeriod) {
+      housekept_at = now;
+      housekeeping();
+    }
     if (since == 0 || peer->progress != progress) {
       progress = peer->progress;
       since = now;
@@ -1007,9 +1017,9 @@ Peer* Connect(Network& net, Inbox& inbox, Outbox& outbox, Peer* listener,
 void SayBye(Network& net, Outbox& outbox, Peer* server, uint64_t session) {
   AppMessageBase bye = {AppMessageType::kBye, 0, session};
   bool sent = false;
-  outbox.Send(net, server, &bye, sizeof(bye), nullptr, 0,
-              [&sent](Network&, RdmaOp& op) { sent = op.error.empty(); });
   try {
+    outbox.Send(net, server, &bye, sizeof(bye), nullptr, 0,
+                [&sent](Network&, RdmaOp& op) { sent = op.error.empty(); });
     net.WaitUntil("saying BYE", server, [&sent] { return sent; });
   } catch (const std::runtime_error& e) {
     fprintf(stderr, "warning: %s\n", e.what());

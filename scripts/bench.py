@@ -411,7 +411,8 @@ def providers_here():
 
 def measure_all(providers, sizes):
     """Never all runs of one program in a row: what else the machine does should
-    meet all of them."""
+    meet all of them. In another order each time, since what a program leaves
+    behind, TCP's notes about the way among it, changes what comes next."""
     results = Results()
     progress = Progress(RUNS * (1 + len(sizes) * (1 + 2 * len(providers))))
     ip = tcp_ip()
@@ -424,13 +425,16 @@ def measure_all(providers, sizes):
     for _ in range(RUNS):
         bits = measure_iperf3(ip)
         progress.step("iperf3")
+        steps = []
         for size in sizes:
             results.add("iperf3", "", size, bits / 8 / size)
-            take("memcpy", "", size, measure_memcpy)
+            steps.append(("memcpy", "", size, measure_memcpy))
             for provider in providers:
-                take("loop", provider, size, measure_loop)
-                take("7_queue", provider, size,
-                     lambda *args: measure_queue(*args)[0])
+                steps.append(("loop", provider, size, measure_loop))
+                steps.append(("7_queue", provider, size,
+                              lambda *args: measure_queue(*args)[0]))
+        for step in random.sample(steps, len(steps)):
+            take(*step)
     return results
 
 

@@ -1,377 +1,71 @@
 // 4_hello: one message from a client to a server.
 //
-// The client registers a buffer and posts a SEND; the server has posted RECVs
-// beforehand. Both learn from a completion queue what became of them.
+// The server posts RECVs and prints its address. The client posts a SEND to
+// that address. Both learn from a completion queue what became of it.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
 #include <rdma/fi_errno.h>
 #include <signal.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/mman.h>
 #include <sys/uio.h>
-#include <time.h>
 
 #include <algorithm>
+#include <chrono>
 #include <deque>
 #include <functional>
-#include <list>
-#include <random>
+#include <new>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
+#include <utility>
 #include <vector>
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
 
 // ---------------------------------------------------------------------------
 // Constants
 // ---------------------------------------------------------------------------
 
-// The API version to ask for: libfabric offers nothing to a program that asks
-// for more than it has, and keeps new behaviour from one that asks for less.
+// The version of libfabric's interface that we ask for. A library older than
+// that would offer us nothing, so it is never newer than the headers.
 constexpr uint32_t kApiVersion =
-    FI_VERSION_LT(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
-                  FI_VERSION(2, 0))
-        ? FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION)
-        : FI_VERSION(2, 0);
+    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
 
-// What the program uses of libfabric: messages.
+// What this program uses of libfabric: messages.
 constexpr uint64_t kCaps = FI_MSG;
 
-constexpr size_t kMaxAddressSize = 256;           // bytes
-constexpr size_t kMessageBufferSize = 1 << 20;    // bytes; the longest message
-constexpr size_t kBufferAlign = 4096;             // bytes
-constexpr size_t kHugePageSize = 2 << 20;         // bytes
-constexpr size_t kRecvCount = 4;                  // RECVs posted at a time
-constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr int64_t kTimeLimit = 10'000'000'000;    // ns without progress
-constexpr int64_t kIdlePause = 1'000'000;         // ns between polls when idle
+constexpr size_t kMaxAddressSize = 256;        // bytes
+constexpr size_t kMaxMessageSize = 64 * 1024;  // bytes
+constexpr size_t kBufferAlign = 4096;          // bytes
+constexpr size_t kRecvCount = 8;               // RECVs posted at a time
+
+// Entries that are read from the completion queue at a time, and entries that
+// it holds: more than we ever have operations in flight.
+constexpr size_t kCompletionQueueReadCount = 16;
+constexpr size_t kCompletionQueueSize = 128;
+
+constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
+constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 
 // ---------------------------------------------------------------------------
-// Errors, signals, time
+// Errors and signals
 // ---------------------------------------------------------------------------
 
-// The command line is wrong: the usage is printed, the exit status is 2.
-struct UsageError {
-  std::string message;
-};
-
-// A signal asks us to end. Thrown where the program waits, so that
-// everything is closed on the way out.
-struct Interrupted {};
-
-volatile sig_atomic_t g_interrupted = 0;
-
-void HandleSignal(int) { g_interrupted = 1; }
-
-void InstallSignalHandlers() {
-  struct sigaction action = {};
-  action.sa_handler = HandleSignal;
-  action.sa_flags = SA_RESTART;  // calls under way go on
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) {
-    sigaction(signum, &action, nullptr);
-  }
-  // A reader of our output that goes away must not end us before we have
-  // closed what we opened.
-  signal(SIGPIPE, SIG_IGN);
-}
-
-// libfabric's functions return 0 or a count, or a negative error number
-// (fi_errno(3)). Throws for the latter.
+// Throws if a function of libfabric has failed. They return 0 or a count if
+// all went well, otherwise a negative error number (fi_errno(3)).
 void FiCheck(ssize_t ret, const std::string& what) {
   if (ret < 0) {
-    throw std::runtime_error(what + ": " + fi_strerror(-ret));
+    throw std::runtime_error(what + ": " + fi_strerror(static_cast<int>(-ret)));
   }
-}
-
-// Nanoseconds of a clock that never jumps.
-int64_t Now() {
-  struct timespec now;
-  clock_gettime(CLOCK_MONOTONIC, &now);
-  return now.tv_sec * INT64_C(1'000'000'000) + now.tv_nsec;
-}
-
-void Pause(int64_t nanoseconds) {
-  struct timespec pause = {nanoseconds / 1'000'000'000,
-                           nanoseconds % 1'000'000'000};
-  nanosleep(&pause, nullptr);
-}
-
-// ---------------------------------------------------------------------------
-// Addresses and buffers
-// ---------------------------------------------------------------------------
-
-// Where an endpoint is. Only its provider knows what the bytes mean; how many
-// there are depends on the provider too.
-struct Address {
-  std::vector<uint8_t> bytes;
-
-  std::string ToString() const {
-    std::string hex;
-    for (uint8_t byte : bytes) {
-      char digits[3];
-      snprintf(digits, sizeof(digits), "%02x", byte);
-      hex += digits;
-    }
-    return hex;
-  }
-
-  // The reverse of ToString. Throws UsageError.
-  static Address Parse(const std::string& hex) {
-    if (hex.empty() || hex.size() % 2 != 0 ||
-        hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
-      throw UsageError{"the address \"" + hex.substr(0, 80) +
-                       "\" is not an even number of hexadecimal digits"};
-    }
-    if (hex.size() / 2 > kMaxAddressSize) {
-      throw UsageError{
-          "the address is too long: " + std::to_string(hex.size() / 2) +
-          " bytes of at most " + std::to_string(kMaxAddressSize)};
-    }
-    Address address;
-    for (size_t i = 0; i < hex.size(); i += 2) {
-      address.bytes.push_back(
-          static_cast<uint8_t>(stoul(hex.substr(i, 2), nullptr, 16)));
-    }
-    return address;
-  }
-};
-
-// Memory that can be registered. It must outlive the Network that it is
-// registered with: until the endpoint is closed, the adapter may still use it.
-struct Buffer {
-  uint8_t* data = nullptr;
-  size_t size = 0;              // bytes, as asked for
-  struct fid_mr* mr = nullptr;  // set by Network::RegisterMemory, which owns it
-
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { Free(); }
-
-  void Free() {
-    free(data);
-    data = nullptr;
-  }
-
-  void Alloc(size_t bytes) {
-    size = bytes;
-    // Large buffers go onto huge pages: fewer entries in the page tables, and
-    // in the adapter's copy of them.
-    size_t align = size < kHugePageSize ? kBufferAlign : kHugePageSize;
-    size_t rounded = (size + align - 1) / align * align;
-    data = static_cast<uint8_t*>(aligned_alloc(align, rounded));
-    if (data == nullptr) {
-      throw std::runtime_error("no memory for a buffer of " +
-                               std::to_string(size) + " bytes");
-    }
-    if (align == kHugePageSize) {
-      madvise(data, rounded, MADV_HUGEPAGE);
-    }
-  }
-
-  // Sees to it that all of the memory really exists, as some providers demand
-  // before it is registered: the kernel makes a page when it is first used.
-  void Touch() {
-    for (size_t i = 0; i < size; i += kBufferAlign) {
-      volatile uint8_t* byte = data + i;
-      *byte = *byte;
-    }
-  }
-};
-
-// ---------------------------------------------------------------------------
-// Network
-// ---------------------------------------------------------------------------
-
-struct Network;
-
-// Somebody whose address we know.
-struct Peer {
-  Address address;
-  // What libfabric calls it from now on.
-  fi_addr_t fi_addr = FI_ADDR_UNSPEC;
-  // Whoever sees that what we wait for makes progress increases this.
-  uint64_t progress = 0;
-  // The first of its operations to fail, and why; empty if none has.
-  std::string error;
-};
-
-enum class RdmaOpType : uint8_t {
-  kRecv,
-  kSend,
-};
-
-struct RdmaOp;
-
-// Called once when an operation has completed. It takes note of that and no
-// more: nothing may be posted from here.
-using RdmaCallback = std::function<void(Network&, RdmaOp&)>;
-
-// A work request: what libfabric is asked to do, and whom to tell when it is
-// done.
-struct RdmaOp {
-  // Must come first. Some providers keep notes of their own there while the
-  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context;
-  RdmaOpType type;
-  // Null for a RECV: from anybody.
-  Peer* peer;
-  // Must stay as it is until the operation has completed.
-  Buffer* buf;
-  // Bytes; for a RECV, set when it has completed.
-  size_t len;
-  // Set when it has completed; empty if all went well.
-  std::string error;
-  RdmaCallback callback;
-
-  const char* Name() const {
-    switch (type) {
-      case RdmaOpType::kRecv:
-        return "RECV";
-      case RdmaOpType::kSend:
-        return "SEND";
-    }
-    return "operation";
-  }
-};
-
-// An endpoint with all that belongs to it: its fabric (the network), domain
-// (the adapter), completion queue, address vector, and the memory registered.
-struct Network {
-  struct fi_info* info = nullptr;
-  struct fid_fabric* fabric = nullptr;
-  struct fid_domain* domain = nullptr;
-  struct fid_av* av = nullptr;
-  struct fid_cq* cq = nullptr;
-  struct fid_ep* ep = nullptr;
-  Address addr;  // our own
-
-  std::vector<struct fid_mr*> mrs;
-  std::list<Peer> peers;
-  // The first error that belongs to no operation; empty if there is none.
-  std::string stray_error;
-  // All operations there are, so that each has an owner.
-  std::deque<RdmaOp> ops;
-  // Those of them that are not in flight.
-  std::vector<RdmaOp*> free_ops;
-  std::mt19937_64 random{std::random_device{}()};
-
-  Network() = default;
-  Network(const Network&) = delete;
-  Network& operator=(const Network&) = delete;
-  ~Network();
-
-  void Open(struct fi_info* list);
-  void OpenEndpoint();
-  Peer* AddPeerAddress(const Address& address);
-  void RegisterMemory(Buffer& buf, uint64_t access);
-
-  void PostRecv(Buffer& buf, const RdmaCallback& callback);
-  void PostSend(Peer* peer, Buffer& buf, size_t len,
-                const RdmaCallback& callback);
-
-  size_t PollCompletion();
-  void WaitUntil(const char* what, Peer* peer,
-                 const std::function<bool()>& done);
-
-  RdmaOp* NewOp(RdmaOpType type, Peer* peer, Buffer* buf, size_t len,
-                const RdmaCallback& callback);
-  void Post(RdmaOp* op);
-  bool Submit(RdmaOp* op);
-  void HandleCompletion(const struct fi_cq_data_entry& cqe);
-  void HandleError(const struct fi_cq_err_entry& entry);
-  void Complete(RdmaOp* op, const std::string& error);
-};
-
-// What this program can do, and what it needs: `caps`. libfabric answers with a
-// list of the interfaces that suit, the best first; FI_PROVIDER narrows it.
-// Null if there are none. The caller owns the list. See fi_getinfo(3).
-struct fi_info* GetInfo(uint64_t caps) {
-  struct fi_info* hints = fi_allocinfo();
-  if (hints == nullptr) {
-    throw std::runtime_error("no memory for fi_allocinfo");
-  }
-  hints->caps = caps;
-  // RDM: reliable, whole messages, one endpoint for all peers.
-  hints->ep_attr->type = FI_EP_RDM;
-  // What providers may ask of us; each asks for what it needs of it.
-  hints->mode = FI_CONTEXT | FI_CONTEXT2;
-  hints->domain_attr->mr_mode =
-      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-  // One thread alone uses the domain: the provider needs no locks.
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  // Without it, a completion may only mean that the data has left this host;
-  // with it, that the data is in the peer's memory (fi_cq(3)).
-  hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;
-
-  struct fi_info* info = nullptr;
-  int ret = fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints, &info);
-  fi_freeinfo(hints);
-  if (ret == -FI_ENODATA) return nullptr;
-  FiCheck(ret, "fi_getinfo");
-  return info;
-}
-
-std::runtime_error NoInterface() {
-  const char* provider = getenv("FI_PROVIDER");
-  return std::runtime_error(
-      "fi_getinfo: no interface offers what this program needs" +
-      (provider ? " with FI_PROVIDER=" + std::string(provider) : "") +
-      "; `fi_info -t FI_EP_RDM` lists what there is");
-}
-
-// One line about an interface: what is known of it.
-std::string Describe(const struct fi_info* info) {
-  std::string line = "domain: " + std::string(info->domain_attr->name) +
-                     ", fabric: " + info->fabric_attr->name +
-                     ", provider: " + info->fabric_attr->prov_name;
-  // Only adapters have a NIC; the software providers leave it null.
-  if (info->nic != nullptr) {
-    if (info->nic->device_attr != nullptr && info->nic->device_attr->name) {
-      line += ", nic: " + std::string(info->nic->device_attr->name);
-    }
-    if (info->nic->link_attr != nullptr && info->nic->link_attr->speed > 0) {
-      char speed[32];
-      snprintf(speed, sizeof(speed), ", link: %.0fGbps",
-               info->nic->link_attr->speed * 1e-9);
-      line += speed;
-    }
-  }
-  return line;
-}
-
-// Opens the first interface of a list made by GetInfo, and owns the list from
-// then on.
-void Network::Open(struct fi_info* list) {
-  if (list == nullptr) throw NoInterface();
-  info = list;
-  FiCheck(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
-  FiCheck(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
-  OpenEndpoint();
-}
-
-void Network::OpenEndpoint() {
-  struct fi_av_attr av_attr = {};
-  FiCheck(fi_av_open(domain, &av_attr, &av, nullptr), "fi_av_open");
-
-  struct fi_cq_attr cq_attr = {};
-  cq_attr.format = FI_CQ_FORMAT_DATA;
-  FiCheck(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
-
-  FiCheck(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
-  FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
-  FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV),
-          "fi_ep_bind (completion queue)");
-  FiCheck(fi_enable(ep), "fi_enable");
-
-  size_t length = kMaxAddressSize;
-  addr.bytes.resize(length);
-  FiCheck(fi_getname(&ep->fid, addr.bytes.data(), &length), "fi_getname");
-  addr.bytes.resize(length);
 }
 
 void Close(struct fid* fid, const char* what) {
@@ -382,357 +76,583 @@ void Close(struct fid* fid, const char* what) {
   }
 }
 
-// What uses something is closed before what it uses: the endpoint first, since
-// RECVs that are still posted use memory regions.
+// Set by the first signal that asks us to end. All loops look at it, so that
+// everything is closed on the way out.
+volatile sig_atomic_t g_interrupted = 0;
+
+void HandleSignal(int signum) {
+  g_interrupted = 1;
+  signal(signum, SIG_DFL);  // a second one ends the process at once
+}
+
+void InstallSignalHandlers() {
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+}
+
+// ---------------------------------------------------------------------------
+// Addresses and buffers
+// ---------------------------------------------------------------------------
+
+// The address of an endpoint. Only its provider knows what the bytes mean, and
+// how many there are.
+using Address = std::vector<uint8_t>;
+
+std::string ToHex(const Address& address) {
+  std::string hex;
+  for (uint8_t byte : address) {
+    char digits[3];
+    snprintf(digits, sizeof(digits), "%02x", byte);
+    hex += digits;
+  }
+  return hex;
+}
+
+// Does the reverse of ToHex. Throws std::invalid_argument, as everything does
+// that finds the command line wrong.
+Address ParseAddress(const std::string& hex) {
+  if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
+      hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
+    throw std::invalid_argument(
+        "ADDRESS is not an even number of hexadecimal digits, " +
+        std::to_string(2 * kMaxAddressSize) + " at most: \"" +
+        hex.substr(0, 80) + "\"");
+  }
+  Address address;
+  for (size_t i = 0; i < hex.size(); i += 2) {
+    address.push_back(
+        static_cast<uint8_t>(stoul(hex.substr(i, 2), nullptr, 16)));
+  }
+  return address;
+}
+
+// Memory that can be registered, and its registration. While an operation is
+// in flight the adapter may use its buffer at any time, so declare a buffer
+// before the Network that uses it: the Network is closed first, then.
+struct Buffer {
+  uint8_t* data = nullptr;
+  size_t size = 0;              // bytes
+  struct fid_mr* mr = nullptr;  // set by Domain::RegisterMemory
+
+  Buffer() = default;
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+  ~Buffer() { Free(); }
+
+  // Allocates zeroed memory. Writing the zeros makes sure that every page of it
+  // exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+  void Alloc(size_t bytes) {
+    size = bytes;
+    size_t align = kBufferAlign;
+    size_t rounded = (size + align - 1) / align * align;
+    data = static_cast<uint8_t*>(aligned_alloc(align, rounded));
+    if (data == nullptr) throw std::bad_alloc();
+    memset(data, 0, rounded);
+  }
+
+  void Free() {
+    if (mr) Close(&mr->fid, "memory region");
+    free(data);
+    mr = nullptr;
+    data = nullptr;
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Operations
+// ---------------------------------------------------------------------------
+
+enum class RdmaOpType : uint8_t {
+  kRecv,
+  kSend,
+};
+
+struct RdmaOp;
+
+// Called once, when an operation has completed. It may post others.
+using RdmaCallback = std::function<void(const RdmaOp&)>;
+
+// A work request: an operation for libfabric to do, and whom to tell when it
+// is done.
+struct RdmaOp {
+  // Must come first: some providers keep notes of their own here while the
+  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
+  struct fi_context2 context = {};
+  RdmaOpType type = RdmaOpType::kRecv;
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND
+  Buffer* buf = nullptr;
+  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
+  RdmaCallback callback = nullptr;
+  std::string error = {};  // set at completion; empty if all went well
+
+  const char* Name() const {
+    switch (type) {
+      case RdmaOpType::kRecv:
+        return "RECV";
+      case RdmaOpType::kSend:
+        return "SEND";
+    }
+    return "operation";
+  }
+
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    bool to_peer = type != RdmaOpType::kRecv;
+    throw std::runtime_error(
+        std::string(Name()) + " failed: " + error +
+        (to_peer ? "; is the other side still running?" : ""));
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Domain and Network
+// ---------------------------------------------------------------------------
+
+// An interface that has been opened: its fabric, which is the network, and its
+// domain, which is our access to the adapter. Declare it before all that uses
+// it, so that it is closed last.
+struct Domain {
+  struct fi_info* info = nullptr;
+  struct fid_fabric* fabric = nullptr;
+  struct fid_domain* domain = nullptr;
+  uint64_t next_key = 1;
+
+  Domain() = default;
+  Domain(const Domain&) = delete;
+  Domain& operator=(const Domain&) = delete;
+  ~Domain();
+
+  void Open(struct fi_info* list);
+  void RegisterMemory(Buffer& buf, uint64_t access);
+  size_t MaxMessageSize() const;
+};
+
+// An endpoint, where operations are posted, and what belongs to it: a completion
+// queue, which says what became of them, an address vector, which holds the
+// addresses of peers, and an event queue.
+struct Network {
+  Domain* domain = nullptr;
+  struct fid_av* av = nullptr;
+  struct fid_cq* cq = nullptr;
+  struct fid_eq* eq = nullptr;
+  struct fid_ep* ep = nullptr;
+  Address addr;  // our own
+  Clock::time_point last_completion;
+
+  std::deque<RdmaOp> ops;         // all that we have ever needed at a time
+  std::vector<RdmaOp*> free_ops;  // those of them that are not in flight
+
+  Network() = default;
+  Network(const Network&) = delete;
+  Network& operator=(const Network&) = delete;
+  ~Network();
+
+  void Open(Domain& open_domain);
+  fi_addr_t AddPeerAddress(const Address& address);
+
+  bool PostRecv(Buffer& buf, const RdmaCallback& callback);
+  bool PostSend(fi_addr_t peer, Buffer& buf, size_t len,
+                const RdmaCallback& callback);
+  size_t PollCompletion();
+  void WaitUntil(const char* what, const std::function<bool()>& done);
+
+  bool Post(RdmaOp request);
+  bool Submit(RdmaOp* op);
+  void Complete(void* context, size_t len, const std::string& error);
+  void ReadError();
+  void CheckSilence(const char* what) const;
+};
+
+// Returns what chose the provider, as it has to be typed; empty if nothing did.
+std::string ProviderSetting() {
+  const char* provider = getenv("FI_PROVIDER");
+  return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
+}
+
+// Asks libfabric for the interfaces that can do what we need (`caps`), the best
+// first. FI_PROVIDER narrows the choice. The caller owns the list; see
+// fi_getinfo(3).
+struct fi_info* GetInfo(uint64_t caps) {
+  struct fi_info* hints = fi_allocinfo();
+  if (hints == nullptr) throw std::bad_alloc();
+  hints->caps = caps;
+  // Reliable, whole messages, and one endpoint for any number of peers.
+  hints->ep_attr->type = FI_EP_RDM;
+  // What a provider may demand of us. It keeps the demands that it makes.
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // Messages to the same peer must arrive in the order of their SENDs.
+  hints->tx_attr->msg_order = FI_ORDER_SAS;
+  hints->rx_attr->msg_order = FI_ORDER_SAS;
+
+  struct fi_info* info = nullptr;
+  int ret = fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints, &info);
+  fi_freeinfo(hints);
+  FiCheck(ret,
+          ProviderSetting() +
+              "fi_getinfo finds no interface that can do what this "
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is)");
+  return info;
+}
+
+// Describes an interface in one line.
+std::string Describe(const struct fi_info* info) {
+  return "domain: " + std::string(info->domain_attr->name) +
+         ", fabric: " + info->fabric_attr->name +
+         ", provider: " + info->fabric_attr->prov_name;
+}
+
+// Opens the first interface of a list made by GetInfo, and owns the list from
+// then on.
+void Domain::Open(struct fi_info* list) {
+  info = list;
+  FiCheck(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
+  FiCheck(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
+}
+
+// Opens an endpoint on a domain, which must outlive it.
+void Network::Open(Domain& open_domain) {
+  domain = &open_domain;
+  struct fi_av_attr av_attr = {};
+  FiCheck(fi_av_open(domain->domain, &av_attr, &av, nullptr), "fi_av_open");
+
+  struct fi_cq_attr cq_attr = {};
+  cq_attr.size = kCompletionQueueSize;
+  cq_attr.format = FI_CQ_FORMAT_DATA;
+  FiCheck(fi_cq_open(domain->domain, &cq_attr, &cq, nullptr), "fi_cq_open");
+
+  // We never read the event queue: a peer whose errors go there falls silent,
+  // and we notice that. But without one, the efa provider ends the process.
+  struct fi_eq_attr eq_attr = {};
+  FiCheck(fi_eq_open(domain->fabric, &eq_attr, &eq, nullptr), "fi_eq_open");
+
+  FiCheck(fi_endpoint(domain->domain, domain->info, &ep, nullptr),
+          "fi_endpoint");
+  FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
+  FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV),
+          "fi_ep_bind (completion queue)");
+  FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind (event queue)");
+  FiCheck(fi_enable(ep), "fi_enable");
+
+  size_t length = kMaxAddressSize;
+  addr.resize(length);
+  FiCheck(fi_getname(&ep->fid, addr.data(), &length), "fi_getname");
+  addr.resize(length);
+  last_completion = Clock::now();
+}
+
+// Closes the endpoint first, because the operations that are still in flight
+// use everything else.
 Network::~Network() {
   if (ep) Close(&ep->fid, "endpoint");
-  for (struct fid_mr* mr : mrs) Close(&mr->fid, "memory region");
+  if (eq) Close(&eq->fid, "event queue");
   if (cq) Close(&cq->fid, "completion queue");
   if (av) Close(&av->fid, "address vector");
+}
+
+Domain::~Domain() {
   if (domain) Close(&domain->fid, "domain");
   if (fabric) Close(&fabric->fid, "fabric");
   if (info) fi_freeinfo(info);
 }
 
-// Tells libfabric of a peer. Nothing is sent: a wrong address shows later, as
-// an error or as silence. Null for an address that cannot be right.
-Peer* Network::AddPeerAddress(const Address& address) {
-  // A name ends with a zero byte, and begins as ours does; all else is as long
-  // as our own address.
-  bool fits = info->addr_format == FI_ADDR_STR
-                  ? !address.bytes.empty() && address.bytes.back() == 0 &&
-                        address.bytes.front() == addr.bytes.front()
-                  : address.bytes.size() == addr.bytes.size();
-  fi_addr_t fi_addr = FI_ADDR_UNSPEC;
-  if (!fits ||
-      fi_av_insert(av, address.bytes.data(), 1, &fi_addr, 0, nullptr) != 1) {
-    return nullptr;
-  }
-  Peer* peer = &peers.emplace_back();
-  peer->address = address;
-  peer->fi_addr = fi_addr;
-  return peer;
-}
-
-// Tells the adapter of a buffer, which it may use from now on, and for which
-// operations (fi_mr(3)).
-void Network::RegisterMemory(Buffer& buf, uint64_t access) {
-  if (info->domain_attr->mr_mode & FI_MR_ALLOCATED) buf.Touch();
+// Tells the adapter about a buffer: which operations may use it from now on
+// (FI_SEND, FI_RECV; see fi_mr(3)).
+void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
   struct fi_mr_attr attr = {};
   attr.mr_iov = &iov;
   attr.iov_count = 1;
   attr.access = access;
-  // Without FI_MR_PROV_KEY it is for us to choose a key. It is another one each
-  // time, so that none from earlier fits by accident.
-  size_t key_bits = 8 * info->domain_attr->mr_key_size;
-  attr.requested_key =
-      key_bits < 64 ? random() & ((UINT64_C(1) << key_bits) - 1) : random();
+  // Used by providers that let us choose the key (those without FI_MR_PROV_KEY).
+  // No two regions of a domain may have the same one.
+  attr.requested_key = next_key++;
   int ret = fi_mr_regattr(domain, &attr, 0, &buf.mr);
   FiCheck(ret, "fi_mr_regattr of " + std::to_string(buf.size) + " bytes" +
                    (ret == -FI_ENOMEM
-                        ? " (`ulimit -l`, the limit of locked memory, may be "
+                        ? " (the limit of locked memory, `ulimit -l`, may be "
                           "too low)"
                         : ""));
-  mrs.push_back(buf.mr);
 }
 
-// The next message, whoever sends it, goes into `buf`.
-void Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
-  Post(NewOp(RdmaOpType::kRecv, nullptr, &buf, buf.size, callback));
+// Returns how long a message may be, in bytes. Server and client use the same
+// provider, so for both it is the same.
+size_t Domain::MaxMessageSize() const {
+  return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
 }
 
-// Sends the first `len` bytes of `buf`.
-void Network::PostSend(Peer* peer, Buffer& buf, size_t len,
-                       const RdmaCallback& callback) {
-  Post(NewOp(RdmaOpType::kSend, peer, &buf, len, callback));
-}
-
-RdmaOp* Network::NewOp(RdmaOpType type, Peer* peer, Buffer* buf, size_t len,
-                       const RdmaCallback& callback) {
-  if (free_ops.empty()) {
-    free_ops.push_back(&ops.emplace_back());
+// Returns libfabric's number for a peer's address. Nothing is sent, so a peer
+// that does not exist shows later, as an error or as silence.
+fi_addr_t Network::AddPeerAddress(const Address& address) {
+  // A name ends with a zero byte and begins as ours does. Any other address is
+  // as long as ours.
+  bool fits = domain->info->addr_format == FI_ADDR_STR
+                  ? !address.empty() && address.back() == 0 &&
+                        address.front() == addr.front()
+                  : address.size() == addr.size();
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+    throw std::runtime_error("\"" + ToHex(address) +
+                             "\" is no address of provider " +
+                             domain->info->fabric_attr->prov_name +
+                             "; have both sides the same FI_PROVIDER?");
   }
+  return peer;
+}
+
+// Has the next message, whoever sends it, put into `buf`. Like all functions
+// that post, it returns false if libfabric has no room for the operation now.
+bool Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
+  RdmaOp op = {.type = RdmaOpType::kRecv,
+               .buf = &buf,
+               .len = buf.size,
+               .callback = callback};
+  return Post(std::move(op));
+}
+
+// Sends the first `len` bytes of `buf`, which must not change until the SEND has
+// completed.
+bool Network::PostSend(fi_addr_t peer, Buffer& buf, size_t len,
+                       const RdmaCallback& callback) {
+  RdmaOp op = {.type = RdmaOpType::kSend,
+               .peer = peer,
+               .buf = &buf,
+               .len = len,
+               .callback = callback};
+  return Post(std::move(op));
+}
+
+bool Network::Post(RdmaOp request) {
+  if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
   RdmaOp* op = free_ops.back();
+  *op = std::move(request);
+  if (!Submit(op)) return false;
   free_ops.pop_back();
-  op->type = type;
-  op->peer = peer;
-  op->buf = buf;
-  op->len = len;
-  op->callback = callback;
-  return op;
+  return true;
 }
 
-// Hands the operation over, waiting for room where there is none.
-void Network::Post(RdmaOp* op) {
-  try {
-    WaitUntil(op->Name(), op->peer, [this, op] { return Submit(op); });
-  } catch (...) {
-    Complete(op, "given up");
-    throw;
-  }
-}
-
-// Hands an operation to libfabric. False if there is no room for it now: what
-// makes room is to read the completion queue (FI_EAGAIN in fi_endpoint(3)).
+// Hands an operation to libfabric. Returns false if there is no room for it now
+// (-FI_EAGAIN); reading the completion queue makes room. See fi_msg(3).
 bool Network::Submit(RdmaOp* op) {
   void* desc = fi_mr_desc(op->buf->mr);
+  struct iovec iov = {.iov_base = op->buf->data, .iov_len = op->len};
   ssize_t ret = 0;
   switch (op->type) {
-    case RdmaOpType::kRecv:
+    case RdmaOpType::kRecv: {
       ret = fi_recv(ep, op->buf->data, op->len, desc, FI_ADDR_UNSPEC, op);
       break;
-    case RdmaOpType::kSend:
-      ret = fi_send(ep, op->buf->data, op->len, desc, op->peer->fi_addr, op);
+    }
+    case RdmaOpType::kSend: {
+      struct fi_msg msg = {};
+      msg.msg_iov = &iov;
+      msg.desc = &desc;
+      msg.iov_count = 1;
+      msg.addr = op->peer;
+      msg.context = op;
+      // Complete only when the peer has the message. Otherwise, a completion may
+      // just mean that it has left this host (fi_cq(3)).
+      ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
       break;
+    }
   }
   if (ret == -FI_EAGAIN) {
     return false;
   }
-  // An endpoint without its RECVs is of no use to anybody.
-  if (op->type == RdmaOpType::kRecv) FiCheck(ret, "fi_recv");
-  if (ret != 0) {
-    // It will not be seen in the completion queue.
-    Complete(op, fi_strerror(static_cast<int>(-ret)));
-  }
+  FiCheck(ret, std::string("posting a ") + op->Name());
   return true;
 }
 
-// Reads what there is in the completion queue, which also drives the providers
-// that have no thread of their own. Returns the number of entries.
+// Reads what has completed and calls back. Many providers work only while we
+// read: they have no thread of their own. Returns the number of completions.
+// Throws if something is wrong with the endpoint, or if a callback does.
 size_t Network::PollCompletion() {
   struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
-  size_t count = 0;
-  for (;;) {
-    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
-    if (ret == -FI_EAGAIN || ret == 0) break;
-    if (ret == -FI_EAVAIL) {
-      // A failed operation lies in front; it has to be read in its own way.
-      struct fi_cq_err_entry entry = {};
-      ret = fi_cq_readerr(cq, &entry, 0);
-      if (ret == -FI_EAGAIN || ret == 0) break;
-      FiCheck(ret, "fi_cq_readerr");
-      HandleError(entry);
-      ++count;
-      continue;
-    }
-    FiCheck(ret, "fi_cq_read");
-    for (ssize_t i = 0; i < ret; ++i) HandleCompletion(cqe[i]);
-    count += static_cast<size_t>(ret);
-    if (static_cast<size_t>(ret) < kCompletionQueueReadCount) break;
+  ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+  if (ret == -FI_EAGAIN) return 0;
+  last_completion = Clock::now();
+  if (ret == -FI_EAVAIL) {
+    ReadError();
+    return 1;
   }
-  return count;
+  FiCheck(ret, "fi_cq_read");
+  for (ssize_t i = 0; i < ret; ++i) {
+    Complete(cqe[i].op_context, cqe[i].len, "");
+  }
+  return static_cast<size_t>(ret);
 }
 
-void Network::HandleCompletion(const struct fi_cq_data_entry& cqe) {
-  auto* op = static_cast<RdmaOp*>(cqe.op_context);
-  if (op->type == RdmaOpType::kRecv) {
-    if (cqe.len > op->buf->size) {
-      return Complete(op, "the message is longer than the buffer");
-    }
-    op->len = cqe.len;
+// Ends an operation: it is free for the next one, and its owner is told.
+void Network::Complete(void* context, size_t len, const std::string& error) {
+  if (context == nullptr) return;  // not an operation of ours
+  auto* op = static_cast<RdmaOp*>(context);
+  RdmaOp done = std::move(*op);
+  free_ops.push_back(op);
+  done.error = error;
+  if (done.type == RdmaOpType::kRecv && error.empty()) {
+    if (len > done.len) done.error = "the message is longer than the buffer";
+    done.len = len;
   }
-  Complete(op, "");
+  done.callback(done);
 }
 
-void Network::HandleError(const struct fi_cq_err_entry& entry) {
+// Reads a failed operation, which is the next entry of the completion queue.
+// Only fi_cq_readerr can read it.
+void Network::ReadError() {
+  struct fi_cq_err_entry entry = {};
+  ssize_t ret = fi_cq_readerr(cq, &entry, 0);
+  if (ret == -FI_EAGAIN) return;
+  FiCheck(ret, "fi_cq_readerr");
   std::string error = fi_strerror(entry.err);
   const char* detail =
       fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
   if (detail != nullptr && error != detail) {
     error += " (" + std::string(detail) + ")";
   }
+  // Some providers do not say which operation has failed.
   if (entry.op_context == nullptr) {
-    // Some providers do not say whose error it is. Those who wait for a peer
-    // take it for theirs.
-    if (stray_error.empty()) {
-      stray_error = error;
-      fprintf(stderr, "warning: libfabric reports: %s\n", error.c_str());
-    }
-    return;
+    throw std::runtime_error("an operation failed: " + error);
   }
-  Complete(static_cast<RdmaOp*>(entry.op_context), error);
-}
-
-// The end of every operation, whatever became of it.
-void Network::Complete(RdmaOp* op, const std::string& error) {
-  if (!error.empty()) {
-    op->error = op->Name() + (" failed: " + error);
-    if (op->peer != nullptr && op->peer->error.empty()) {
-      op->peer->error = op->error;
-    }
-  }
-  if (op->callback) op->callback(*this, *op);
-  op->callback = nullptr;
-  op->error.clear();
-  free_ops.push_back(op);
+  Complete(entry.op_context, 0, error);
 }
 
 // Polls the completion queue until `done` says so. `what` is what we are doing,
-// for messages.
-//
-// Waiting for a peer is never for ever: throws std::runtime_error when one of
-// its operations has failed, and after kTimeLimit without progress, since some
-// providers say nothing when a peer has gone. Waiting for anybody (no peer) has
-// no limit, and leaves the core to others when all is quiet.
-//
-// Throws Interrupted after a signal.
-void Network::WaitUntil(const char* what, Peer* peer,
-                        const std::function<bool()>& done) {
-  uint64_t progress = peer ? peer->progress : 0;
-  int64_t since = 0;
-  for (;;) {
-    if (g_interrupted) throw Interrupted();
-    if (done()) return;
-    size_t completions = PollCompletion();
-    if (peer == nullptr) {
-      if (completions == 0) Pause(kIdlePause);
-      continue;
-    }
-    const std::string& error = peer->error.empty() ? stray_error : peer->error;
-    if (!error.empty()) {
-      throw std::runtime_error(std::string(what) + ": " + error +
-                               "; is the other side still running?");
-    }
-    int64_t now = Now();
-    if (since == 0 || peer->progress != progress) {
-      progress = peer->progress;
-      since = now;
-    } else if (now - since > kTimeLimit) {
-      throw std::runtime_error(
-          std::string(what) + ": nothing has happened for " +
-          std::to_string(kTimeLimit / 1'000'000'000) +
-          " s; is the other side running, with the same FI_PROVIDER?");
-    }
+// for error messages. Only a client waits like this; a server must not, because
+// its other clients would wait, too.
+void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
+  last_completion = Clock::now();
+  while (!done()) {
+    if (g_interrupted) throw std::runtime_error("interrupted");
+    if (PollCompletion() > 0) continue;
+    CheckSilence(what);
+    std::this_thread::yield();  // others may need the core to answer us
   }
+}
+
+// Throws if nothing has completed for too long. Some providers never report that
+// a peer has gone; then silence is all that there is to notice.
+void Network::CheckSilence(const char* what) const {
+  if (Clock::now() - last_completion < kSilenceLimit) return;
+  throw std::runtime_error(
+      std::string(what) + ": nothing has happened for " +
+      std::to_string(kSilenceLimit.count()) +
+      " s; is the other side running, with the same FI_PROVIDER?");
 }
 
 // ---------------------------------------------------------------------------
 // Messages
 // ---------------------------------------------------------------------------
 
-// A message that has arrived, or what kept it from arriving.
-struct Message {
-  std::vector<uint8_t> bytes;
-  std::string error;
-};
+using Message = std::vector<uint8_t>;
 
-// Keeps RECVs posted, and the messages that they have received.
+// Keeps RECVs posted, and keeps what they receive until somebody takes it.
 struct Inbox {
-  struct Arrival {
-    Buffer* buf;
-    size_t len;  // bytes
-    std::string error;
-  };
-
   Buffer bufs[kRecvCount];
-  std::deque<Arrival> arrivals;
+  std::deque<Buffer*> idle_bufs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;    // completed RECVs
 
   void Open(Network& net) {
     for (Buffer& buf : bufs) {
-      buf.Alloc(kMessageBufferSize);
-      net.RegisterMemory(buf, FI_RECV);
-      Post(net, buf);
+      buf.Alloc(net.domain->MaxMessageSize());
+      net.domain->RegisterMemory(buf, FI_RECV);
+      idle_bufs.push_back(&buf);
     }
   }
 
-  void Post(Network& net, Buffer& buf) {
-    net.PostRecv(buf, [this](Network&, RdmaOp& op) {
-      arrivals.push_back({op.buf, op.len, op.error});
-    });
+  // Posts a RECV for each idle buffer, as far as libfabric has room.
+  void PostRecvs(Network& net) {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    while (!idle_bufs.empty() && net.PostRecv(*idle_bufs.front(), arrived)) {
+      idle_bufs.pop_front();
+    }
   }
 
-  // Takes the first message out, and gives its buffer to the next one.
-  Message Take(Network& net) {
-    Arrival arrival = arrivals.front();
+  // Takes out the next message. Returns false if there is none. Throws if the
+  // next RECV has failed, because its message was too long, for example.
+  bool Take(Message& message) {
+    if (arrivals.empty()) return false;
+    RdmaOp recv = arrivals.front();
     arrivals.pop_front();
-    Message message;
-    message.error = arrival.error;
-    if (message.error.empty()) {
-      message.bytes.assign(arrival.buf->data, arrival.buf->data + arrival.len);
-    }
-    Post(net, *arrival.buf);
-    return message;
+    idle_bufs.push_back(recv.buf);
+    recv.Check();
+    message.assign(recv.buf->data, recv.buf->data + recv.len);
+    return true;
   }
 };
 
 // ---------------------------------------------------------------------------
-// Application: server
+// Server
 // ---------------------------------------------------------------------------
 
-// What came from elsewhere is not sent to the terminal as it is.
-std::string Printable(const std::string& text) {
-  std::string result;
-  for (char c : text) {
-    auto byte = static_cast<uint8_t>(c);
-    if (byte < 0x20 || byte == 0x7f) {
-      char escape[5];
-      snprintf(escape, sizeof(escape), "\\x%02x", byte);
-      result += escape;
-    } else {
-      result += c;
-    }
-  }
-  return result;
-}
-
-// The start of the command line for whoever wants to talk to us.
-std::string ClientCommand(const char* program, const Network& net) {
-  const char* provider = getenv("FI_PROVIDER");
-  return (provider ? "FI_PROVIDER='" + std::string(provider) + "' "
-                   : std::string()) +
-         program + " " + net.addr.ToString();
+// Prints where the server is, and how to reach it.
+void PrintClientCommand(const char* program, const Network& net) {
+  printf("%s\n", Describe(net.domain->info).c_str());
+  printf("Run the client with the following command:\n  %s%s %s\n",
+         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
 }
 
 int ServerMain(const char* program) {
+  Domain domain;
   Inbox inbox;
   Network net;
-  net.Open(GetInfo(kCaps));
+  domain.Open(GetInfo(kCaps));
+  net.Open(domain);
   inbox.Open(net);
-  printf("%s\n", Describe(net.info).c_str());
-  printf("Run the client with the following command:\n  %s\n",
-         ClientCommand(program, net).c_str());
+  PrintClientCommand(program, net);
 
-  for (;;) {
-    net.WaitUntil("waiting for a message", nullptr,
-                  [&inbox] { return !inbox.arrivals.empty(); });
-    Message message = inbox.Take(net);
-    if (!message.error.empty()) {
-      fprintf(stderr, "error: bad message: %s\n", message.error.c_str());
-    } else if (message.bytes.empty()) {
-      fprintf(stderr, "error: bad message: it is empty\n");
-    } else {
-      std::string text(message.bytes.begin(), message.bytes.end());
-      printf("Received %zu bytes: %s\n", text.size(), Printable(text).c_str());
+  while (!g_interrupted) {
+    size_t completions = 0;
+    inbox.PostRecvs(net);
+    try {
+      completions += net.PollCompletion();
+      Message message;
+      while (inbox.Take(message)) {
+        std::string text(message.begin(), message.end());
+        printf("Received %zu bytes: %s\n", text.size(), text.c_str());
+      }
+    } catch (const std::exception& e) {
+      // What somebody sends us must not end the server.
+      fprintf(stderr, "error: %s\n", e.what());
     }
+    if (completions > 0) continue;
+    std::this_thread::sleep_for(kIdlePause);
   }
+  return 0;
 }
 
 // ---------------------------------------------------------------------------
-// Application: client
+// Client
 // ---------------------------------------------------------------------------
-
-UsageError WrongProvider(const Address& address, const Network& net) {
-  return {"the address " + address.ToString() + " is not one of provider " +
-          net.info->fabric_attr->prov_name +
-          "; was the server started with the same FI_PROVIDER?"};
-}
 
 int ClientMain(const Address& server_addr, const std::string& text) {
+  Domain domain;
   Buffer buf;
   Network net;
-  net.Open(GetInfo(kCaps));
-  printf("%s\n", Describe(net.info).c_str());
-  Peer* server = net.AddPeerAddress(server_addr);
-  if (server == nullptr) throw WrongProvider(server_addr, net);
+  domain.Open(GetInfo(kCaps));
+  net.Open(domain);
+  printf("%s\n", Describe(domain.info).c_str());
+  fi_addr_t server = net.AddPeerAddress(server_addr);
+  if (text.size() > domain.MaxMessageSize()) {
+    throw std::invalid_argument("TEXT is longer than " +
+                                std::to_string(domain.MaxMessageSize()) +
+                                " bytes");
+  }
 
   buf.Alloc(text.size());
-  net.RegisterMemory(buf, FI_SEND);
+  domain.RegisterMemory(buf, FI_SEND);
   memcpy(buf.data, text.data(), text.size());
   bool sent = false;
-  net.PostSend(server, buf, text.size(),
-               [&sent](Network&, RdmaOp& op) { sent = op.error.empty(); });
-  net.WaitUntil("sending the text", server, [&sent] { return sent; });
+  RdmaCallback callback = [&sent](const RdmaOp& op) {
+    op.Check();
+    sent = true;
+  };
+  net.WaitUntil("posting the SEND", [&] {
+    return net.PostSend(server, buf, text.size(), callback);
+  });
+  net.WaitUntil("waiting for its completion", [&sent] { return sent; });
   printf("Sent %zu bytes.\n", text.size());
   return 0;
 }
@@ -743,33 +663,30 @@ int ClientMain(const Address& server_addr, const std::string& text) {
 
 int ListMain() {
   struct fi_info* list = GetInfo(kCaps);
-  if (list == nullptr) throw NoInterface();
-  // One interface may be there several times, with other capabilities each.
-  std::vector<std::string> lines;
+  // An interface may appear several times, with different capabilities.
+  std::set<std::string> seen;
   for (struct fi_info* info = list; info != nullptr; info = info->next) {
     std::string line = Describe(info);
-    if (std::find(lines.begin(), lines.end(), line) == lines.end()) {
-      lines.push_back(line);
-    }
+    if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
   fi_freeinfo(list);
-  for (const std::string& line : lines) printf("%s\n", line.c_str());
   return 0;
 }
 
 void PrintUsage(FILE* file, const char* program) {
-  fprintf(file, "Usage:\n");
-  fprintf(file, "  %s\n", program);
-  fprintf(file, "      Run the server.\n");
-  fprintf(file, "  %s ADDRESS [TEXT]\n", program);
-  fprintf(file, "      Send it a text (\"Hello, world!\").\n");
-  fprintf(file, "  %s --list\n", program);
-  fprintf(file, "      List the interfaces found, the one it uses first.\n");
-  fprintf(file, "  %s --help\n", program);
-  fprintf(file, "      Print this.\n");
   fprintf(file,
-          "ADDRESS is what the server prints. The provider is chosen by "
-          "FI_PROVIDER.\n");
+          "Usage:\n"
+          "  %s\n"
+          "      Run the server.\n"
+          "  %s ADDRESS [TEXT]\n"
+          "      Send it a text (\"Hello, world!\").\n"
+          "  %s --list\n"
+          "      List the interfaces found, the one it uses first.\n"
+          "  %s --help\n"
+          "      Print this.\n"
+          "ADDRESS is what the server prints. FI_PROVIDER chooses the "
+          "provider.\n",
+          program, program, program, program);
 }
 
 int main(int argc, char** argv) {
@@ -783,20 +700,15 @@ int main(int argc, char** argv) {
       PrintUsage(stdout, program);
       return 0;
     }
-    if (args.size() == 1 && args[0] == "--list") return ListMain();
-    if (args.size() > 2) throw UsageError{"too many arguments"};
+    if (args[0] == "--list" && args.size() == 1) return ListMain();
+    if (args.size() > 2) throw std::invalid_argument("too many arguments");
     std::string text = args.size() > 1 ? args[1] : "Hello, world!";
-    if (text.empty()) throw UsageError{"TEXT is empty"};
-    if (text.size() > kMessageBufferSize) throw UsageError{"TEXT is too long"};
-    return ClientMain(Address::Parse(args[0]), text);
-  } catch (const UsageError& e) {
-    fprintf(stderr, "error: %s\n", e.message.c_str());
+    if (text.empty()) throw std::invalid_argument("TEXT is empty");
+    return ClientMain(ParseAddress(args[0]), text);
+  } catch (const std::invalid_argument& e) {
+    fprintf(stderr, "error: %s\n", e.what());
     PrintUsage(stderr, program);
     return 2;
-  } catch (const Interrupted&) {
-    if (args.empty()) return 0;  // how a server ends
-    fprintf(stderr, "error: interrupted\n");
-    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;

@@ -17,4 +17,4 @@ if python3 -c 'import pytest, xdist' 2>/dev/null; then
   pytest=(python3 -m pytest)
 fi
 # Most of what the tests do is to wait, so several wait at a time.
-exec "${pytest[@]}" -p no:cacheprovider -n 3 scripts "$@"
+exec "${pytest[@]}" -p no:cacheprovider -n 3 scripts/tests "$@"

@@ -3,7 +3,7 @@
 # build/figures/CHAPTER-1.png and so on. Fails where Mermaid reports an error, and
 # says in which chapter and line.
 #
-# Usage: scripts/figures.sh [--keep DIR] [CHAPTER...]     (chapters/*.md)
+# Usage: scripts/book/figures.sh [--keep DIR] [CHAPTER...]     (chapters/*.md)
 #   --keep DIR  copies the figures to DIR, too
 set -euo pipefail
 
@@ -30,7 +30,7 @@ for chapter in "$@"; do
   [ -f "$chapter" ] || usage
   chapters+=("$(realpath "$chapter")")
 done
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 [ ${#chapters[@]} -gt 0 ] || chapters=(chapters/*.md)
 
 scripts/install-deps.sh figures

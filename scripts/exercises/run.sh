@@ -18,6 +18,5 @@ pytest=(pytest-3)
 if python3 -c 'import pytest, xdist' 2>/dev/null; then
   pytest=(python3 -m pytest)
 fi
-# Without --rootdir it would not look for scripts/conftest.py.
-exec "${pytest[@]}" -p no:cacheprovider --rootdir . --tb=short -q \
-  "$exercise" "$@"
+# conftest.py is that of the tests: the exercises start programs as they do.
+exec "${pytest[@]}" -p no:cacheprovider --tb=short -q "$exercise" "$@"

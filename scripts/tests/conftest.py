@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -13,7 +14,9 @@ import pytest
 # that they start would do so too until it has come to main().
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
+# Some tests import what they check: bench.py and chapters.py.
+sys.path += [f"{ROOT}/scripts/bench", f"{ROOT}/scripts/book"]
 PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue"]
 # As libfabric chooses, then each software provider of libfabric 1.17.
 PROVIDERS = ["", "shm", "net", "sockets", "udp;ofi_rxd"]
@@ -29,7 +32,7 @@ QUICK = {"7_queue": ["65536", "100", "3"]}
 # libfabric 1.17 leaks by itself in its net provider, and in its others where a
 # connection is cut off while it is made. What the programs leak shows in all the
 # other tests.
-LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/lsan.txt"}
+LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/tests/lsan.txt"}
 
 
 def make(*arguments, **env):

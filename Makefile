@@ -111,7 +111,7 @@ bench bench-variants:
 
 # What a reader has made of the exercise: make exercise-4.
 exercise-%:
-	@scripts/install-deps.sh build test
+	@scripts/install-deps.sh build exercise
 	@$(MAKE) --no-print-directory $(BUILD)/sender \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
@@ -126,7 +126,6 @@ lint:
 
 # Draws the figures of the chapters, as GitHub does.
 figures:
-	@scripts/install-deps.sh figures
 	@scripts/book/figures.sh $(ARGS)
 
 clean:

@@ -36,12 +36,9 @@ LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/tests/lsan.txt"}
 
 
 def make(*arguments, **env):
-    """Runs make and returns what it printed. Nothing is inherited from the make
-    that runs the tests."""
-    clean = {k: v for k, v in os.environ.items()
-             if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    """Runs make and returns what it printed."""
     done = subprocess.run(["make", "-j2", *arguments], cwd=ROOT,
-                          env={**clean, **env}, text=True, check=False,
+                          env={**os.environ, **env}, text=True, check=False,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     return done.stdout

@@ -181,6 +181,7 @@ def left_running(program, folder="build"):
     return found
 
 
+@pytest.mark.usefixtures("terminals")
 @pytest.mark.parametrize("moment", [0.2, 0.6, 1.5])
 def test_demo_interrupted(tmp_path, moment):
     """Ctrl-C on a terminal leaves nothing running."""
@@ -213,7 +214,8 @@ def test_demo_interrupted(tmp_path, moment):
     assert left_running("7_queue", str(tmp_path)) == []
 
 
-def test_progress_on_a_terminal(tmp_path):
+@pytest.mark.usefixtures("terminals")
+def test_progress_on_a_terminal():
     """One line, written over."""
     master, slave = pty.openpty()
     server = subprocess.Popen(["build/7_queue"], cwd=ROOT, stdout=slave,

@@ -1,9 +1,10 @@
 # `make help` lists the targets.
 #
 # Variables, on the command line or in the environment:
-#   LIBFABRIC_HOME  where libfabric is; else /opt/amazon/efa, else pkg-config's
-#   CUDA_HOME       where the CUDA Toolkit is; else /usr/local/cuda;
-#                   empty (make CUDA_HOME=): build without
+#   LIBFABRIC_HOME  where libfabric is; otherwise /opt/amazon/efa, otherwise what
+#                   pkg-config names
+#   CUDA_HOME       where the CUDA Toolkit is, otherwise /usr/local/cuda;
+#                   empty (make CUDA_HOME=): build without it
 #   CXX, CXXFLAGS   the compiler and its options
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
@@ -36,7 +37,7 @@ LIBFABRIC_CXXFLAGS := $(shell pkg-config --cflags libfabric 2>/dev/null)
 LIBFABRIC_LIBS := $(shell pkg-config --libs libfabric 2>/dev/null || \
                     echo -lfabric)
 endif
-# A directory that has to be named to the linker has to be found at run time too.
+# The programs must find the library at run time where the linker has found it.
 LIBFABRIC_LIBS += $(patsubst -L%,-Wl$(comma)-rpath$(comma)%,\
                     $(filter -L%,$(LIBFABRIC_LIBS)))
 
@@ -52,7 +53,7 @@ $(warning no libcudart_static.a under $(CUDA_HOME): building without CUDA)
 endif
 endif
 ifneq ($(CUDA_LIB),)
-# The static runtime: such a program starts where there is no driver, too.
+# With the static runtime, programs start even where there is no driver.
 CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
 CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
 endif
@@ -63,7 +64,7 @@ endif
 all: $(PROGRAMS)
 $(PROGRAMS): %: $(BUILD)/%
 
-# Programs before 6_write know nothing of GPUs.
+# Programs before 6_write do not use GPUs.
 $(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_CXXFLAGS :=
 $(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_LIBS :=
 
@@ -71,13 +72,15 @@ $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
 
-# Not programs of the tutorial: the tests send with the one what none would, the
-# benchmark compares with the other.
-$(BUILD)/sender $(BUILD)/bench_loop: $(BUILD)/%: scripts/%.cpp $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< \
-	  $(LDFLAGS) $(LIBFABRIC_LIBS)
+# Not programs of the tutorial: the tests use `sender` to send what no program of
+# the tutorial would, and the benchmark compares 7_queue with `bench_loop`.
+$(BUILD)/sender: scripts/tests/sender.cpp
+$(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
+$(BUILD)/sender $(BUILD)/bench_loop: $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
+	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
-# Changes when the options do, so that all is built again then.
+# Changes when the options do, so that everything is built again.
 FLAGS := $(CXX) $(CXXFLAGS) $(LDFLAGS) $(LIBFABRIC_CXXFLAGS) \
          $(LIBFABRIC_LIBS) $(CUDA_LIB)
 $(BUILD)/.flags: FORCE
@@ -89,8 +92,8 @@ FORCE:
 # ---- Everything else ----
 
 .PHONY: demo test bench bench-variants lint figures clean help
-# These install what they need first; only then is there a libfabric to find,
-# hence another make.
+# These targets install what they need first. Only then is there a libfabric to
+# find, so they build with another make.
 demo:
 	@scripts/install-deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/$(CHAPTER)
@@ -100,32 +103,31 @@ test:
 	@scripts/install-deps.sh build test
 	@scripts/test.sh
 
-# RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench.py.
+# RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench/bench.py.
 bench bench-variants:
 	@scripts/install-deps.sh build bench
 	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/bench_loop
-	@BUILD=$(BUILD) scripts/bench.sh \
+	@BUILD=$(BUILD) scripts/bench/bench.sh \
 	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
 
-# What a reader has made of the exercise: make exercise-4.
+# Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
-	@scripts/install-deps.sh build test
+	@scripts/install-deps.sh build exercise
 	@$(MAKE) --no-print-directory $(BUILD)/sender \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
-# What a program adds to the one before it: make diff-7.
+# Shows what a program adds to the one before it: make diff-7.
 diff-%:
 	@scripts/diff.sh $* $(PROGRAMS)
 
 lint:
 	@scripts/install-deps.sh lint
-	clang-format --dry-run -Werror src/*.cpp scripts/*.cpp
+	clang-format --dry-run -Werror src/*.cpp scripts/*/*.cpp
 
-# Draws the figures of the chapters, as GitHub does.
+# Draws the figures of the chapters as GitHub does.
 figures:
-	@scripts/install-deps.sh figures
-	@scripts/figures.sh $(ARGS)
+	@scripts/book/figures.sh $(ARGS)
 
 clean:
 	rm -rf $(BUILD)

@@ -9,7 +9,7 @@ import chapters
 from chapters import Page
 from conftest import ROOT
 
-PAGES = ["README.md"] + [f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
+PAGES = ["README.md", "scripts/README.md"] + [f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
 # Those that take a page and nothing else.
 CHECKS = {check.__name__: check for check in [
     chapters.check_blocks, chapters.check_excerpts, chapters.check_diffs,
@@ -19,10 +19,8 @@ CHECKS = {check.__name__: check for check in [
 
 @pytest.fixture(autouse=True)
 def as_a_reader(monkeypatch):
-    """Commands of transcripts inherit nothing from the make that runs the tests,
-    and no choice of a provider."""
-    for name in ["FI_PROVIDER", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"]:
-        monkeypatch.delenv(name, raising=False)
+    """Commands of transcripts inherit no choice of a provider."""
+    monkeypatch.delenv("FI_PROVIDER", raising=False)
 
 
 def test_every_program_has_a_chapter():
@@ -35,6 +33,13 @@ def test_every_program_has_a_chapter():
 def test_page(check, path):
     messages = CHECKS[check](Page(ROOT, path))
     assert not messages, "\n".join(messages)
+
+
+def test_every_script_is_described():
+    text = chapters.read(f"{ROOT}/scripts/README.md")
+    for entry in os.scandir(f"{ROOT}/scripts"):
+        name = entry.name + "/" * entry.is_dir()
+        assert name in ["README.md", "__pycache__/"] or f"| `{name}` |" in text
 
 
 @pytest.mark.parametrize("path", PAGES)

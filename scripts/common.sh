@@ -1,0 +1,63 @@
+# What several scripts need. They source it; it is not run by itself.
+
+# The scripts call make as if from a terminal. The variables of the make that
+# called them still count, because make puts those into the environment, too.
+unset MAKEFLAGS MAKELEVEL MFLAGS
+
+# Prints a command, then runs it.
+run() {  # COMMAND...
+  echo "+ $*"
+  "$@"
+}
+
+# Prints the first python3 in PATH that has all of these modules: a python3 in
+# front of the distribution's own does not see the packages that we install.
+python_with() {  # MODULE...
+  local python
+  # Otherwise bash may name only the python3 that it remembers.
+  hash -r
+  for python in $(type -aP python3); do
+    if "$python" -c "$(printf 'import %s\n' "$@")" 2>/dev/null; then
+      echo "$python"
+      return
+    fi
+  done
+  echo "error: no python3 in PATH has: $*; scripts/install-deps.sh installs it" >&2
+  return 1
+}
+
+# Prints the path of the browser that draws the figures.
+browser() {
+  command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||
+    command -v chromium-browser
+}
+
+# Prints the lines where conflicts begin. Succeeds if there are any.
+conflicts() {  # FILE
+  grep -n '^<<<<<<< ' "$1" | sed "s|^\([0-9]*\):.*|$1:\1: conflict|"
+}
+
+# Ends the script if a file has conflicts, which must not get into other files.
+need_resolved() {  # FILE...
+  local file found=
+  for file in "$@"; do
+    ! conflicts "$file" >&2 || found=yes
+  done
+  [ -z "$found" ] || {
+    echo "error: resolve this first" >&2
+    exit 1
+  }
+}
+
+# Prints FILE with the changes from BEFORE to AFTER merged into it. Fails if there
+# are conflicts, which it marks with the labels.
+merge() {  # FILE BEFORE AFTER LABEL_OF_FILE LABEL_OF_BEFORE LABEL_OF_AFTER
+  local status=0
+  # It exits with the number of conflicts, or with 255 if it could not merge.
+  git merge-file -p -L "$4" -L "$5" -L "$6" "$1" "$2" "$3" || status=$?
+  [ "$status" -lt 128 ] || {
+    echo "error: cannot merge into $1" >&2
+    exit 1
+  }
+  return "$status"
+}

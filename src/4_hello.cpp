@@ -53,6 +53,10 @@ constexpr size_t kRecvCount = 8;               // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;
 constexpr size_t kCompletionQueueSize = 128;
 
+// Polls without a completion, after which a loop gives the core to others. Not
+// after each: a poll may move data all the same, and others may keep the core.
+constexpr size_t kPollsPerYield = 64;
+
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 
@@ -524,11 +528,13 @@ void Network::ReadError() {
 // its other clients would wait, too.
 void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   last_completion = Clock::now();
+  size_t empty_polls = 0;
   while (!done()) {
     if (g_interrupted) throw std::runtime_error("interrupted");
     if (PollCompletion() > 0) continue;
     CheckSilence(what);
-    std::this_thread::yield();  // others may need the core to answer us
+    // The other side may need the core to answer us.
+    if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
   }
 }
 

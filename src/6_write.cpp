@@ -66,6 +66,10 @@ constexpr size_t kRecvCount = 8;               // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;
 constexpr size_t kCompletionQueueSize = 128;
 
+// Polls without a completion, after which a loop gives the core to others. Not
+// after each: a poll may move data all the same, and others may keep the core.
+constexpr size_t kPollsPerYield = 64;
+
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 
@@ -768,11 +772,13 @@ void Network::ReadError() {
 // its other clients would wait, too.
 void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   last_completion = Clock::now();
+  size_t empty_polls = 0;
   while (!done()) {
     if (g_interrupted) throw std::runtime_error("interrupted");
     if (PollCompletion() > 0) continue;
     CheckSilence(what);
-    std::this_thread::yield();  // others may need the core to answer us
+    // The other side may need the core to answer us.
+    if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
   }
 }
 
@@ -1333,6 +1339,7 @@ int ServerMain(const char* program) {
 
   std::deque<AppConnectMessage> waiting;  // those for whom there is no room yet
   size_t num_clients = 0;                 // so far
+  size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
     size_t completions = 0;
@@ -1373,7 +1380,7 @@ int ServerMain(const char* program) {
     }
     if (completions > 0) continue;
     if (busy) {
-      std::this_thread::yield();
+      if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
       continue;
     }
     std::this_thread::sleep_for(kIdlePause);

@@ -248,8 +248,8 @@ struct Network {
   struct fid_cq* cq = nullptr;
   struct fid_eq* eq = nullptr;
   struct fid_ep* ep = nullptr;
-  Address addr;  // our own
-  Clock::time_point last_completion;
+  Address addr;                       // our own
+  Clock::time_point last_completion;  // of anything but a SEND
   std::chrono::seconds silence_limit = kSilenceLimit;
 
   std::deque<RdmaOp> ops;         // all that we have ever needed at a time
@@ -474,7 +474,8 @@ bool Network::Submit(RdmaOp* op) {
   if (ret == -FI_EAGAIN) {
     return false;
   }
-  FiCheck(ret, std::string("posting a ") + op->Name());
+  if (ret != 0) op->error = fi_strerror(static_cast<int>(-ret));
+  op->Check();
   return true;
 }
 
@@ -485,7 +486,6 @@ size_t Network::PollCompletion() {
   struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
   ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
   if (ret == -FI_EAGAIN) return 0;
-  last_completion = Clock::now();
   if (ret == -FI_EAVAIL) {
     ReadError();
     return 1;
@@ -503,6 +503,8 @@ void Network::Complete(void* context, size_t len, const std::string& error) {
   auto* op = static_cast<RdmaOp*>(context);
   RdmaOp done = std::move(*op);
   free_ops.push_back(op);
+  // A SEND may complete on this side alone: it says nothing about the peer.
+  if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
   done.error = error;
   if (done.type == RdmaOpType::kRecv && error.empty()) {
     if (len > done.len) done.error = "the message is longer than the buffer";
@@ -827,11 +829,11 @@ struct ReverseRequestState {
   ReverseRequestState(Domain& domain, size_t client_number,
                       const AppConnectMessage& connect)
       : number(client_number) {
+    session.Open(domain);
+    session.Accept(connect);
     PrintLine(
         stdout, number,
         "Received CONNECT message from client " + ToHex(connect.GetAddress()));
-    session.Open(domain);
-    session.Accept(connect);
   }
 
   // Does what there is to do for the client now. Returns the number of
@@ -889,7 +891,8 @@ int ServerMain(const char* program) {
         if (clients.size() < kMaxClients && !waiting.empty()) {
           AppConnectMessage connect = waiting.front();
           waiting.pop_front();
-          clients.emplace_back(domain, ++num_clients, connect);
+          clients.emplace_back(domain, num_clients + 1, connect);
+          ++num_clients;
         }
       } catch (const std::exception& e) {
         // What somebody sends us must not end the server.

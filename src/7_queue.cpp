@@ -394,8 +394,8 @@ struct Network {
   struct fid_cq* cq = nullptr;
   struct fid_eq* eq = nullptr;
   struct fid_ep* ep = nullptr;
-  Address addr;  // our own
-  Clock::time_point last_completion;
+  Address addr;                       // our own
+  Clock::time_point last_completion;  // of anything but a SEND
   std::chrono::seconds silence_limit = kSilenceLimit;
 
   std::deque<RdmaOp> ops;           // all that we have ever needed at a time
@@ -732,7 +732,8 @@ bool Network::Submit(RdmaOp* op) {
     ++eagain_count;
     return false;
   }
-  FiCheck(ret, std::string("posting a ") + op->Name());
+  if (ret != 0) op->error = fi_strerror(static_cast<int>(-ret));
+  op->Check();
   return true;
 }
 
@@ -744,7 +745,6 @@ size_t Network::PollCompletion() {
   struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
   ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
   if (ret == -FI_EAGAIN) return 0;
-  last_completion = Clock::now();
   if (ret == -FI_EAVAIL) {
     ReadError();
     return 1;
@@ -766,6 +766,8 @@ void Network::Complete(void* context, size_t len, const std::string& error) {
   auto* op = static_cast<RdmaOp*>(context);
   RdmaOp done = std::move(*op);
   free_ops.push_back(op);
+  // A SEND may complete on this side alone: it says nothing about the peer.
+  if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
   done.error = error;
   if (done.type == RdmaOpType::kRecv && error.empty()) {
     if (len > done.len) done.error = "the message is longer than the buffer";
@@ -777,6 +779,7 @@ void Network::Complete(void* context, size_t len, const std::string& error) {
 // Tells whoever waits for a WRITE from the other side; if nobody does, it is
 // ignored.
 void Network::CompleteRemoteWrite(uint32_t imm_data) {
+  last_completion = Clock::now();
   auto it = remote_writes.find(imm_data);
   if (it == remote_writes.end()) return;
   RdmaCallback callback = it->second;
@@ -1154,6 +1157,9 @@ struct RandomFillRequestState {
   RandomFillRequestState(Domain& domain, size_t client_number,
                          const AppConnectMessage& connect, size_t* memory)
       : number(client_number), memory_left(memory), connect_msg(connect) {
+    if (connect.num_mr == 0) throw BadMessage("it offers no memory");
+    session.Open(domain);
+    session.Accept(connect);
     PrintLine(
         stdout, number,
         "Received CONNECT message from client " + ToHex(connect.GetAddress()));
@@ -1163,9 +1169,6 @@ struct RandomFillRequestState {
                i, connect.mr[i].addr, connect.mr[i].size, connect.mr[i].rkey);
       PrintLine(stdout, number, text);
     }
-    if (connect.num_mr == 0) throw BadMessage("it offers no memory");
-    session.Open(domain);
-    session.Accept(connect);
   }
 
   ~RandomFillRequestState() { *memory_left += memory_taken; }
@@ -1184,7 +1187,9 @@ struct RandomFillRequestState {
     ContinueMakePages();
     ContinuePostWrite();
     Report();
-    session.net.CheckSilence("waiting for the client");
+    if (state != State::kWaitMemory && state != State::kMakePages) {
+      session.net.CheckSilence("waiting for the client");
+    }
     return completions;
   }
 
@@ -1265,6 +1270,7 @@ struct RandomFillRequestState {
                   request_msg.page_size);
     if (++made_pages < total_pages) return;
     write_start_at = Clock::now();
+    session.net.last_completion = write_start_at;  // silence counts from here
     session.net.eagain_count = 0;
     state = State::kWrite;
   }
@@ -1389,7 +1395,8 @@ int ServerMain(const char* program) {
         if (clients.size() < kMaxClients && !waiting.empty()) {
           AppConnectMessage connect = waiting.front();
           waiting.pop_front();
-          clients.emplace_back(domain, ++num_clients, connect, &memory_left);
+          clients.emplace_back(domain, num_clients + 1, connect, &memory_left);
+          ++num_clients;
         }
       } catch (const std::exception& e) {
         // What somebody sends us must not end the server.

@@ -71,11 +71,13 @@ $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
 
-# Not programs of the tutorial: the tests send with the one what none would, the
-# benchmark compares with the other.
-$(BUILD)/sender $(BUILD)/bench_loop: $(BUILD)/%: scripts/%.cpp $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< \
-	  $(LDFLAGS) $(LIBFABRIC_LIBS)
+# Not programs of the tutorial: the tests use `sender` to send what no program of
+# the tutorial would, and the benchmark compares 7_queue with `bench_loop`.
+$(BUILD)/sender: scripts/tests/sender.cpp
+$(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
+$(BUILD)/sender $(BUILD)/bench_loop: $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
+	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
 # Changes when the options do, so that all is built again then.
 FLAGS := $(CXX) $(CXXFLAGS) $(LDFLAGS) $(LIBFABRIC_CXXFLAGS) \
@@ -100,16 +102,16 @@ test:
 	@scripts/install-deps.sh build test
 	@scripts/test.sh
 
-# RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench.py.
+# RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench/bench.py.
 bench bench-variants:
 	@scripts/install-deps.sh build bench
 	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/bench_loop
-	@BUILD=$(BUILD) scripts/bench.sh \
+	@BUILD=$(BUILD) scripts/bench/bench.sh \
 	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
 
 # What a reader has made of the exercise: make exercise-4.
 exercise-%:
-	@scripts/install-deps.sh build test
+	@scripts/install-deps.sh build exercise
 	@$(MAKE) --no-print-directory $(BUILD)/sender \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
@@ -120,12 +122,11 @@ diff-%:
 
 lint:
 	@scripts/install-deps.sh lint
-	clang-format --dry-run -Werror src/*.cpp scripts/*.cpp
+	clang-format --dry-run -Werror src/*.cpp scripts/*/*.cpp
 
 # Draws the figures of the chapters, as GitHub does.
 figures:
-	@scripts/install-deps.sh figures
-	@scripts/figures.sh $(ARGS)
+	@scripts/book/figures.sh $(ARGS)
 
 clean:
 	rm -rf $(BUILD)

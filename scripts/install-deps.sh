@@ -1,17 +1,19 @@
 #!/bin/bash
-# Installs what is missing and nothing else, and says what it is about to run.
+# Installs what is missing and nothing else. Says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [GROUP...]: build (the default), test, bench,
-# lint, figures
+# Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise, test,
+# bench, lint, figures
 set -euo pipefail
+. "$(dirname "$0")/common.sh"
 
 [ $# -gt 0 ] || set -- build
 
-# What is missing, as package names: Debian's and Ubuntu's, Fedora's and Amazon
-# Linux's.
+# The missing packages, by their names in Debian and Ubuntu, and in Fedora and
+# Amazon Linux.
 apt=()
 dnf=()
-need() {  # DEBIAN_PACKAGES FEDORA_PACKAGES COMMAND...: needed unless it succeeds
+# Packages are missing unless the command succeeds.
+need() {  # DEBIAN_PACKAGES FEDORA_PACKAGES COMMAND...
   local deb=$1 rpm=$2
   shift 2
   if ! "$@" >/dev/null 2>&1; then
@@ -26,27 +28,6 @@ has_libfabric() {
     pkg-config --exists libfabric
 }
 
-has_pytest() {
-  python3 -c "import pytest, xdist" || {
-    command -v pytest-3 && pytest-3 --version -p xdist
-  }
-}
-
-has_matplotlib() {
-  local python
-  # bash would only name the one that it remembers.
-  hash -r
-  for python in $(type -aP python3); do
-    "$python" -c "import matplotlib" && return
-  done
-  return 1
-}
-
-has_chromium() {
-  command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||
-    command -v chromium-browser
-}
-
 for group in "$@"; do
   case $group in
     build)
@@ -55,16 +36,20 @@ for group in "$@"; do
       need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
         has_libfabric
       ;;
+    exercise)
+      need python3-pytest python3-pytest python_with pytest
+      ;;
     test)
       need git git command -v git
       need "python3-pytest python3-pytest-xdist" \
-        "python3-pytest python3-pytest-xdist" has_pytest
+        "python3-pytest python3-pytest-xdist" python_with pytest xdist
       need iproute2 iproute command -v ip
       need libfabric-bin libfabric command -v fi_info
-      ;;&
-    test | bench)
       need iperf3 iperf3 command -v iperf3
-      need python3-matplotlib python3-matplotlib has_matplotlib
+      ;;
+    bench)
+      need iperf3 iperf3 command -v iperf3
+      need python3-matplotlib python3-matplotlib python_with matplotlib
       ;;
     lint)
       need clang-format clang-tools-extra command -v clang-format
@@ -72,11 +57,11 @@ for group in "$@"; do
     figures)
       # A browser alone comes without a font.
       need "chromium fonts-liberation" "chromium liberation-sans-fonts" \
-        has_chromium
+        browser
       need npm nodejs-npm command -v npm
       ;;
     *)
-      echo "usage: $0 [build] [test] [bench] [lint] [figures]" >&2
+      echo "usage: $0 [build] [exercise] [test] [bench] [lint] [figures]" >&2
       exit 2
       ;;
   esac
@@ -92,11 +77,6 @@ if [ "$(id -u)" -ne 0 ]; then
   }
   as_root=(sudo)
 fi
-
-run() {
-  echo "+ $*"
-  "$@"
-}
 
 if command -v apt-get >/dev/null; then
   run "${as_root[@]}" apt-get update -q

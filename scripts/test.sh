@@ -1,20 +1,19 @@
 #!/bin/bash
-# Builds all that the tests run, then runs them: scripts/test.sh [pytest options]
-# For example, one test: scripts/test.sh -k test_four_clients
+# Builds everything that the tests run, then runs them.
+#
+# Usage: scripts/test.sh [PYTEST_OPTION...]
+#   scripts/test.sh -k test_four_clients   runs one test
+#   scripts/test.sh -k test_chapters       runs those of one file
 set -euo pipefail
 cd "$(dirname "$0")/.."
+. scripts/common.sh
 
-# Nothing of the make that called us, but its variables are meant.
-unset MAKEFLAGS MAKELEVEL MFLAGS
-
-make -j2
+# The tests look for the programs here.
+export BUILD=build
+make -j2 all build/sender build/bench_loop
 make -j2 BUILD=build/sanitized \
   CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined"
-make BUILD=build build/sender build/bench_loop
 
-pytest=(pytest-3)
-if python3 -c 'import pytest, xdist' 2>/dev/null; then
-  pytest=(python3 -m pytest)
-fi
-# Most of what the tests do is to wait, so several wait at a time.
-exec "${pytest[@]}" -p no:cacheprovider -n 3 scripts "$@"
+python=$(python_with pytest xdist)
+# Most tests spend their time waiting, so several of them wait at a time.
+exec "$python" -m pytest -p no:cacheprovider -n 3 -rs scripts/tests "$@"

@@ -1,16 +1,9 @@
 #!/bin/bash
-# Runs bench.py with a Python that can draw:
-# scripts/bench.sh [--variants [NAME...]]
+# Runs bench.py with a Python that can draw, where there is one:
+# scripts/bench/bench.sh [--variants [NAME...]]
 set -euo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
+. scripts/common.sh
 
-# Nothing of the make that called us, but its variables are meant.
-unset MAKEFLAGS MAKELEVEL MFLAGS
-
-for python in $(type -aP python3); do
-  if "$python" -c 'import matplotlib' 2>/dev/null; then
-    exec "$python" -B scripts/bench.py "$@"
-  fi
-done
-echo "error: no python3 in PATH has matplotlib; try scripts/install-deps.sh bench" >&2
-exit 1
+python=$(python_with matplotlib 2>/dev/null) || python=python3
+exec "$python" -B scripts/bench/bench.py "$@"

@@ -3,7 +3,7 @@
 # build/figures/CHAPTER-1.png and so on. Fails where Mermaid reports an error, and
 # says in which chapter and line.
 #
-# Usage: scripts/figures.sh [--keep DIR] [CHAPTER...]     (chapters/*.md)
+# Usage: scripts/book/figures.sh [--keep DIR] [CHAPTER...]     (chapters/*.md)
 #   --keep DIR  copies the figures to DIR, too
 set -euo pipefail
 
@@ -30,18 +30,14 @@ for chapter in "$@"; do
   [ -f "$chapter" ] || usage
   chapters+=("$(realpath "$chapter")")
 done
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
+. scripts/common.sh
 [ ${#chapters[@]} -gt 0 ] || chapters=(chapters/*.md)
 
 scripts/install-deps.sh figures
 dir=build/figures
 mkdir -p "$dir"
 rm -f "$dir"/*.png "$dir"/*.mmd
-
-run() {
-  echo "+ $*"
-  "$@"
-}
 
 # Nothing of it runs while it is installed, and no second browser is fetched.
 if [ "${packages[*]}" != "$(cat "$dir/.installed" 2>/dev/null)" ]; then
@@ -53,13 +49,11 @@ fi
 
 # The browser's sandbox does not work for root, and the browser is not to talk to
 # anybody.
-browser=$(command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||
-  command -v chromium-browser)
 sandbox=
 [ "$(id -u)" -ne 0 ] || sandbox='"--no-sandbox", '
 cat >"$dir/browser.json" <<END
 {
-  "executablePath": "$browser",
+  "executablePath": "$(browser)",
   "args": [$sandbox"--disable-background-networking", "--disable-sync",
            "--disable-component-update", "--no-first-run"]
 }

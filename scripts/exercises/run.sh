@@ -2,9 +2,10 @@
 # Checks what a reader has made of an exercise: make exercise-4. The program has
 # been built, into $BUILD. Fails until the exercise is solved.
 #
-# Usage: scripts/exercises/run.sh NUMBER [pytest options]
+# Usage: scripts/exercises/run.sh NUMBER [PYTEST_OPTION...]
 set -euo pipefail
 cd "$(dirname "$0")/../.."
+. scripts/common.sh
 
 exercise=scripts/exercises/exercise_$1.py
 [ -e "$exercise" ] || {
@@ -14,10 +15,6 @@ exercise=scripts/exercises/exercise_$1.py
 }
 shift
 
-pytest=(pytest-3)
-if python3 -c 'import pytest, xdist' 2>/dev/null; then
-  pytest=(python3 -m pytest)
-fi
-# Without --rootdir it would not look for scripts/conftest.py.
-exec "${pytest[@]}" -p no:cacheprovider --rootdir . --tb=short -q \
-  "$exercise" "$@"
+python=$(python_with pytest)
+# conftest.py is that of the tests, because exercises start programs as tests do.
+exec "$python" -m pytest -p no:cacheprovider --tb=short -q "$exercise" "$@"

@@ -1,9 +1,11 @@
 """What the tests share: building the programs, running servers and clients."""
 
 import os
+import pty
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 
@@ -13,10 +15,11 @@ import pytest
 # that they start would do so too until it has come to main().
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
+# Some tests import what they check: bench.py and chapters.py.
+sys.path += [f"{ROOT}/scripts/bench", f"{ROOT}/scripts/book"]
+BUILD = os.environ.get("BUILD") or "build"
 PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue"]
-# As libfabric chooses, then each software provider of libfabric 1.17.
-PROVIDERS = ["", "shm", "net", "sockets", "udp;ofi_rxd"]
 # What a client says when it has seen that all is right.
 SUCCESS = {
     "4_hello": "Sent ",
@@ -29,16 +32,28 @@ QUICK = {"7_queue": ["65536", "100", "3"]}
 # libfabric 1.17 leaks by itself in its net provider, and in its others where a
 # connection is cut off while it is made. What the programs leak shows in all the
 # other tests.
-LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/lsan.txt"}
+LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/tests/lsan.txt"}
+
+
+def is_here(provider):
+    """Asks a program, since fi_info may belong to another libfabric than the one
+    that the programs are linked with. An exercise does without 4_hello, and
+    without the answer."""
+    program = os.path.join(ROOT, BUILD, "4_hello")
+    return os.path.exists(program) and subprocess.run(
+        [program, "--list"], env={**os.environ, "FI_PROVIDER": provider},
+        check=False, capture_output=True).returncode == 0
+
+
+# libfabric's own choice, then the software providers that it has: net came with
+# libfabric 1.16 and went with 1.18.
+PROVIDERS = ["", *filter(is_here, ["shm", "net", "sockets", "udp;ofi_rxd"])]
 
 
 def make(*arguments, **env):
-    """Runs make and returns what it printed. Nothing is inherited from the make
-    that runs the tests."""
-    clean = {k: v for k, v in os.environ.items()
-             if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
+    """Runs make and returns what it printed."""
     done = subprocess.run(["make", "-j2", *arguments], cwd=ROOT,
-                          env={**clean, **env}, text=True, check=False,
+                          env={**os.environ, **env}, text=True, check=False,
                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     assert done.returncode == 0, done.stdout
     return done.stdout
@@ -61,8 +76,7 @@ def pytest_generate_tests(metafunc):
 def build(request):
     """The folder with the programs to test. scripts/test.sh has built them; for an
     exercise, make has, into $BUILD."""
-    return {"plain": os.environ.get("BUILD") or "build",
-            "sanitized": "build/sanitized"}[request.param]
+    return {"plain": BUILD, "sanitized": "build/sanitized"}[request.param]
 
 
 class Process:
@@ -198,3 +212,55 @@ def serve(run, build):
     def start(program, provider="", **kwargs):
         return Server(run, build, program, provider, **kwargs)
     return start
+
+
+# ---- What not every machine permits ----
+
+@pytest.fixture
+def hosts():
+    """Two network namespaces with a cable between them, which behave like two
+    hosts: their names. Their addresses are 10.123.0.1 and 10.123.0.2."""
+    names = [f"rdma{os.getpid()}{side}" for side in "ab"]
+
+    def ip(*args):
+        done = subprocess.run(["ip", *args], check=False, text=True,
+                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode != 0:
+            pytest.skip("network namespaces are not permitted: "
+                        f"ip {' '.join(args)}: {done.stdout.strip()}")
+
+    try:
+        for name in names:
+            ip("netns", "add", name)
+            ip("netns", "exec", name, "true")
+        ip("link", "add", "cable0", "netns", names[0], "type", "veth",
+           "peer", "name", "cable0", "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.123.0.{number}/24", "dev",
+               "cable0")
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", "cable0", "up")
+        for name in names:
+            # It takes a moment until the cable carries anything.
+            list_here = ["ip", "netns", "exec", name,
+                         os.path.join(ROOT, BUILD, "4_hello"), "--list"]
+            end = time.monotonic() + 10
+            while "cable0" not in (found := subprocess.run(
+                    list_here, check=False, text=True, stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT).stdout):
+                assert time.monotonic() < end, found
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], check=False,
+                           capture_output=True)
+
+
+@pytest.fixture(scope="session")
+def terminals():
+    """For tests that open pseudo-terminals."""
+    try:
+        for end in pty.openpty():
+            os.close(end)
+    except OSError as error:
+        pytest.skip(f"pseudo-terminals are not permitted: {error}")

@@ -19,10 +19,8 @@ CHECKS = {check.__name__: check for check in [
 
 @pytest.fixture(autouse=True)
 def as_a_reader(monkeypatch):
-    """Commands of transcripts inherit nothing from the make that runs the tests,
-    and no choice of a provider."""
-    for name in ["FI_PROVIDER", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"]:
-        monkeypatch.delenv(name, raising=False)
+    """Commands of transcripts inherit no choice of a provider."""
+    monkeypatch.delenv("FI_PROVIDER", raising=False)
 
 
 def test_every_program_has_a_chapter():

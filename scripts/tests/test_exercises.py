@@ -67,7 +67,7 @@ def test_exercises_are_not_tests():
     """Plain pytest does not collect what has to fail; and no exercise comes
     without an answer, nor the other way round."""
     names = os.listdir(f"{ROOT}/scripts/exercises")
-    assert sorted(n for n in names if n.endswith(".py")) == sorted(
+    assert sorted(n for n in names if n.startswith("exercise_")) == sorted(
         f"exercise_{number}.py" for number in BY_NUMBER)
     assert sorted(n for n in names if n.endswith(".patch")) == sorted(
         f"{program}.patch" for program in PROGRAMS)

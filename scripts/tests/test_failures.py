@@ -294,41 +294,6 @@ def test_no_provider(build, program):
 
 # ---- Two hosts ----
 
-
-@pytest.fixture
-def hosts():
-    """Two network namespaces that a cable connects: the names, and the first
-    one's address."""
-    names = [f"rdma{os.getpid()}{side}" for side in "ab"]
-
-    def ip(*args):
-        subprocess.run(["ip", *args], check=True)
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", "cable0", "netns", names[0], "type", "veth",
-           "peer", "name", "cable0", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "address", "add", f"10.123.0.{number}/24", "dev",
-               "cable0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "cable0", "up")
-        for name in names:
-            # It takes a moment until the cable carries anything.
-            end = time.monotonic() + 10
-            while b"cable0" not in subprocess.run(
-                    ["ip", "netns", "exec", name, f"{ROOT}/build/4_hello",
-                     "--list"], capture_output=True, check=False).stdout:
-                assert time.monotonic() < end
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False)
-
-
-@pytest.mark.skipif(os.geteuid() != 0 and not os.environ.get("CI"),
-                    reason="making network namespaces takes root")
 @pytest.mark.parametrize("provider", ["", "udp;ofi_rxd"],
                          ids=["default", "udp;ofi_rxd"])
 def test_two_hosts(serve, hosts, provider):

@@ -155,33 +155,36 @@ def environment(provider):
 
 @contextlib.contextmanager
 def background(core, provider, *command):
-    """Starts a program, ends it at the end of the block. Its output can be read
+    """Starts a program and ends it at the end of the block. Its output can be read
     from stdout."""
-    process = subprocess.Popen(
-        ["taskset", "-c", str(core), *command], env=environment(provider),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    # Reading from a program that hangs then ends, too.
-    alarm = threading.Timer(TIME_LIMIT, process.kill)
-    alarm.start()
-    try:
-        yield process
-    finally:
-        process.terminate()
-        process.stdout.read()
-        process.wait()
-        process.stdout.close()
-        alarm.cancel()
+    # setpriv ends the program even if we are killed.
+    with subprocess.Popen(
+            ["setpriv", "--pdeathsig", "TERM", "taskset", "-c", str(core), *command],
+            env=environment(provider), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        # Reading from a program that hangs then ends, too.
+        alarm = threading.Timer(TIME_LIMIT, process.kill)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            yield process
+        finally:
+            alarm.cancel()
+            process.terminate()
+            # libfabric now and then catches the signal and goes on.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.communicate(timeout=5)
+            process.kill()
 
 
 def run(core, provider, *command):
     """Runs a program to its end; returns what it printed."""
-    done = subprocess.run(
-        ["taskset", "-c", str(core), *command], env=environment(provider),
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        timeout=TIME_LIMIT, check=False)
-    if done.returncode != 0:
-        raise RuntimeError(f"{' '.join(command)}:\n{done.stdout}")
-    return done.stdout
+    with background(core, provider, *command) as process:
+        output = process.stdout.read()
+        process.wait(TIME_LIMIT)
+    if process.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}:\n{output}")
+    return output
 
 
 def read_until(process, pattern):

@@ -1,9 +1,10 @@
 # `make help` lists the targets.
 #
 # Variables, on the command line or in the environment:
-#   LIBFABRIC_HOME  where libfabric is; else /opt/amazon/efa, else pkg-config's
-#   CUDA_HOME       where the CUDA Toolkit is; else /usr/local/cuda;
-#                   empty (make CUDA_HOME=): build without
+#   LIBFABRIC_HOME  where libfabric is; otherwise /opt/amazon/efa, otherwise what
+#                   pkg-config names
+#   CUDA_HOME       where the CUDA Toolkit is, otherwise /usr/local/cuda;
+#                   empty (make CUDA_HOME=): build without it
 #   CXX, CXXFLAGS   the compiler and its options
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
@@ -36,7 +37,7 @@ LIBFABRIC_CXXFLAGS := $(shell pkg-config --cflags libfabric 2>/dev/null)
 LIBFABRIC_LIBS := $(shell pkg-config --libs libfabric 2>/dev/null || \
                     echo -lfabric)
 endif
-# A directory that has to be named to the linker has to be found at run time too.
+# The programs must find the library at run time where the linker has found it.
 LIBFABRIC_LIBS += $(patsubst -L%,-Wl$(comma)-rpath$(comma)%,\
                     $(filter -L%,$(LIBFABRIC_LIBS)))
 
@@ -52,7 +53,7 @@ $(warning no libcudart_static.a under $(CUDA_HOME): building without CUDA)
 endif
 endif
 ifneq ($(CUDA_LIB),)
-# The static runtime: such a program starts where there is no driver, too.
+# With the static runtime, programs start even where there is no driver.
 CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
 CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
 endif
@@ -63,7 +64,7 @@ endif
 all: $(PROGRAMS)
 $(PROGRAMS): %: $(BUILD)/%
 
-# Programs before 6_write know nothing of GPUs.
+# Programs before 6_write do not use GPUs.
 $(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_CXXFLAGS :=
 $(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_LIBS :=
 
@@ -79,7 +80,7 @@ $(BUILD)/sender $(BUILD)/bench_loop: $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
 	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
-# Changes when the options do, so that all is built again then.
+# Changes when the options do, so that everything is built again.
 FLAGS := $(CXX) $(CXXFLAGS) $(LDFLAGS) $(LIBFABRIC_CXXFLAGS) \
          $(LIBFABRIC_LIBS) $(CUDA_LIB)
 $(BUILD)/.flags: FORCE
@@ -91,8 +92,8 @@ FORCE:
 # ---- Everything else ----
 
 .PHONY: demo test bench bench-variants lint figures clean help
-# These install what they need first; only then is there a libfabric to find,
-# hence another make.
+# These targets install what they need first. Only then is there a libfabric to
+# find, so they build with another make.
 demo:
 	@scripts/install-deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/$(CHAPTER)
@@ -109,14 +110,14 @@ bench bench-variants:
 	@BUILD=$(BUILD) scripts/bench/bench.sh \
 	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
 
-# What a reader has made of the exercise: make exercise-4.
+# Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
 	@scripts/install-deps.sh build exercise
 	@$(MAKE) --no-print-directory $(BUILD)/sender \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
-# What a program adds to the one before it: make diff-7.
+# Shows what a program adds to the one before it: make diff-7.
 diff-%:
 	@scripts/diff.sh $* $(PROGRAMS)
 
@@ -124,7 +125,7 @@ lint:
 	@scripts/install-deps.sh lint
 	clang-format --dry-run -Werror src/*.cpp scripts/*/*.cpp
 
-# Draws the figures of the chapters, as GitHub does.
+# Draws the figures of the chapters as GitHub does.
 figures:
 	@scripts/book/figures.sh $(ARGS)
 

@@ -7,7 +7,7 @@ set -euo pipefail
 
 program=$1
 shift
-# The default of 7_queue moves 65 GB; a demonstration can do with less.
+# 7_queue moves 65 GB by default, which is more than a demonstration needs.
 if [ $# -eq 0 ] && [ "$(basename "$program")" = 7_queue ]; then
   set -- 65536 1000 50
 fi
@@ -20,8 +20,8 @@ cleanup() {
   for pid in $client $server; do
     kill -TERM "$pid" 2>/dev/null || true
   done
-  # Who labels what a program prints waits for that program to open the pipe.
-  # Should it never have come to that, this is the end of the wait.
+  # label() waits for a program to open the pipe. If the program was never
+  # started, this ends the wait.
   : <>"$dir/server" || true
   : <>"$dir/client" || true
   wait
@@ -31,7 +31,7 @@ trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
 
-# Puts a label before each line, until whoever writes has ended.
+# Puts a label before each line until the program that writes them has ended.
 label() {
   trap '' INT TERM
   local line after_command=

@@ -1,5 +1,5 @@
 #!/bin/bash
-# What a program adds to the one before it, coloured and paged on a terminal.
+# Shows what a program adds to the one before it, coloured and paged on a terminal.
 #
 # Usage: scripts/diff.sh NUMBER PROGRAM...    (make diff-7)
 set -euo pipefail

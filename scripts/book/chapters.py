@@ -396,11 +396,12 @@ def check_links(page):
 
 def check_neighbours(page):
     """A chapter leads to those around it, to its program and to what that adds;
-    the README leads to every chapter."""
+    the README for readers leads to every chapter."""
     names = chapters(page.root)
-    if not page.is_chapter:
+    wanted = []
+    if page.path == "README.md":
         wanted = [f"chapters/{name}.md" for name in names]
-    else:
+    elif page.is_chapter:
         at = names.index(os.path.basename(page.path)[:-len(".md")])
         wanted = [f"{name}.md" for name in names[max(0, at - 1):at]
                   + names[at + 1:at + 2]]

@@ -1,14 +1,14 @@
 #!/bin/bash
 # Draws each Mermaid figure of the chapters in a browser, as GitHub does, into
-# build/figures/CHAPTER-1.png and so on. Fails where Mermaid reports an error, and
-# says in which chapter and line.
+# build/figures/CHAPTER-1.png and so on. Fails if Mermaid reports an error, and names
+# its chapter and line.
 #
 # Usage: scripts/book/figures.sh [--keep DIR] [CHAPTER...]     (chapters/*.md)
-#   --keep DIR  copies the figures to DIR, too
+#   --keep DIR  also copies the figures to DIR
 set -euo pipefail
 
-# What calls the browser, and Mermaid itself. Newer ones (from 12 on) want a newer
-# node than Debian 12 has.
+# The tool that drives the browser, and Mermaid itself. Newer versions (from 12 on)
+# need a newer node than Debian 12 has.
 packages=(@mermaid-js/mermaid-cli@11.12.0 puppeteer@23.11.1 mermaid@11.12.2)
 
 usage() {
@@ -24,7 +24,7 @@ if [ "${1:-}" = --keep ]; then
   shift 2
 fi
 [[ ${1:-} != -* ]] || usage
-# Names given are relative to where we were called, ours to the repository.
+# Names on the command line are relative to the folder that we were called in.
 chapters=()
 for chapter in "$@"; do
   [ -f "$chapter" ] || usage
@@ -39,7 +39,7 @@ dir=build/figures
 mkdir -p "$dir"
 rm -f "$dir"/*.png "$dir"/*.mmd
 
-# Nothing of it runs while it is installed, and no second browser is fetched.
+# No package runs code while it is being installed, and none downloads a browser.
 if [ "${packages[*]}" != "$(cat "$dir/.installed" 2>/dev/null)" ]; then
   rm -rf "$dir/node_modules"
   run env PUPPETEER_SKIP_DOWNLOAD=1 npm install --prefix "$dir" --no-save \
@@ -47,8 +47,8 @@ if [ "${packages[*]}" != "$(cat "$dir/.installed" 2>/dev/null)" ]; then
   echo "${packages[*]}" >"$dir/.installed"
 fi
 
-# The browser's sandbox does not work for root, and the browser is not to talk to
-# anybody.
+# The browser's sandbox does not work for root, and the browser has no reason to
+# contact anybody.
 sandbox=
 [ "$(id -u)" -ne 0 ] || sandbox='"--no-sandbox", '
 cat >"$dir/browser.json" <<END
@@ -59,7 +59,7 @@ cat >"$dir/browser.json" <<END
 }
 END
 
-# Prints the line of each ```mermaid, and puts what follows it into PREFIX-N.mmd.
+# Prints the line of each ```mermaid, and writes the figure to PREFIX-N.mmd.
 split() {  # CHAPTER PREFIX
   awk -v prefix="$2" '
     /^ *```/ && file { close(file); file = ""; next }
@@ -92,7 +92,7 @@ for chapter in "${chapters[@]}"; do
       if [[ $said =~ [Oo]n\ line\ ([0-9]+) ]]; then
         line=$((line + BASH_REMATCH[1]))
       fi
-      # All but where in Mermaid's code it was noticed.
+      # Leaves out the places in Mermaid's own code.
       printf '%s:%s: error in figure %s:\n%s\n' "$chapter" "$line" "$n" \
         "$(grep -v -e '^$' -e '^ *at ' -e node_modules <<<"$said")" >&2
       failed=1

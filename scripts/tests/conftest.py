@@ -11,8 +11,8 @@ import time
 
 import pytest
 
-# Who runs the tests in the background may have them ignore Ctrl-C, and each program
-# that they start would do so too until it has come to main().
+# Processes in the background may ignore Ctrl-C. The programs that the tests start
+# would inherit this, and ignore it until main() says otherwise.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
@@ -20,25 +20,25 @@ ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
 sys.path += [f"{ROOT}/scripts/bench", f"{ROOT}/scripts/book"]
 BUILD = os.environ.get("BUILD") or "build"
 PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue"]
-# What a client says when it has seen that all is right.
+# What a client prints once it has checked that all is right.
 SUCCESS = {
     "4_hello": "Sent ",
     "5_reverse": "The text is correct.",
     "6_write": "Data is correct.",
     "7_queue": "Data is correct.",
 }
-# For those whose default takes long.
+# Arguments for the programs whose defaults take long.
 QUICK = {"7_queue": ["65536", "100", "3"]}
-# libfabric 1.17 leaks by itself in its net provider, and in its others where a
-# connection is cut off while it is made. What the programs leak shows in all the
+# libfabric 1.17 itself leaks in its net provider, and in the others when a
+# connection breaks while it is being made. Leaks of our programs show in all the
 # other tests.
 LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/tests/lsan.txt"}
 
 
 def is_here(provider):
-    """Asks a program, since fi_info may belong to another libfabric than the one
-    that the programs are linked with. An exercise does without 4_hello, and
-    without the answer."""
+    """Asks 4_hello, because fi_info may belong to another libfabric than the one
+    that the programs are linked with. Exercises do not ask, and may not have
+    4_hello."""
     program = os.path.join(ROOT, BUILD, "4_hello")
     return os.path.exists(program) and subprocess.run(
         [program, "--list"], env={**os.environ, "FI_PROVIDER": provider},
@@ -64,8 +64,8 @@ def pytest_configure(config):
 
 
 def pytest_generate_tests(metafunc):
-    """Every test that takes `build` runs with the plain programs and with those
-    that have sanitizers."""
+    """Runs every test that takes `build` with the plain programs, and again with
+    those that have sanitizers."""
     if "build" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("builds")
         names = marker.args if marker else ("plain", "sanitized")
@@ -74,21 +74,21 @@ def pytest_generate_tests(metafunc):
 
 @pytest.fixture(scope="session")
 def build(request):
-    """The folder with the programs to test. scripts/test.sh has built them; for an
-    exercise, make has, into $BUILD."""
+    """The folder of the programs to test. scripts/test.sh has built them, or make
+    for an exercise, into $BUILD."""
     return {"plain": BUILD, "sanitized": "build/sanitized"}[request.param]
 
 
 class Process:
-    """A program that runs, and what it has printed so far."""
+    """A running program, and what it has printed so far."""
 
     def __init__(self, command, provider="", netns=None, stdin=None, **env):
         if provider:
             env["FI_PROVIDER"] = provider
         if provider == "net":
             env.update(LIBFABRIC_LEAKS)
-        # PSM, which Debian's libfabric brings along, would otherwise catch a
-        # crash, and write a file about it here.
+        # Otherwise PSM, which comes with Debian's libfabric, would catch a crash
+        # and write a file about it here.
         env.update(IPATH_NO_BACKTRACE="1", HFI_NO_BACKTRACE="1")
         if netns:
             command = ["ip", "netns", "exec", netns, *command]
@@ -111,8 +111,8 @@ class Process:
         return "".join(self.lines)
 
     def wait_for(self, pattern, timeout=15, count=1, after=0):
-        """Waits until `count` parts of what it has printed, the first `after`
-        lines apart, match; returns the last of them."""
+        """Waits until the pattern occurs `count` times in what the program has
+        printed after the first `after` lines. Returns the last match."""
         end = time.monotonic() + timeout
         while True:
             alive = self.popen.poll() is None
@@ -132,7 +132,7 @@ class Process:
         self.popen.send_signal(signum)
 
     def wait(self, timeout=60):
-        """Waits for its end; returns the exit status."""
+        """Waits for the end of the program. Returns its exit status."""
         self.popen.wait(timeout)
         self.seconds = time.monotonic() - self.started
         self.reader.join(timeout)
@@ -140,8 +140,8 @@ class Process:
 
 
 def owned_shm_files(pids):
-    """Files in /dev/shm that these processes have left. The shm provider names
-    them after the process."""
+    """Returns the files that these processes have left in /dev/shm. The shm
+    provider names them after the process."""
     return [name for name in os.listdir("/dev/shm")
             if re.split(r"[^0-9]", name.split("//")[-1].lstrip("_"))[0]
             in [str(pid) for pid in pids]]
@@ -149,7 +149,7 @@ def owned_shm_files(pids):
 
 @pytest.fixture
 def run():
-    """Starts processes, and ends what is still running after the test."""
+    """Starts processes, and ends those that still run after the test."""
     processes = []
 
     def start(command, *args, **kwargs):
@@ -190,7 +190,7 @@ class Server:
                         **self.env)
 
     def check_client(self, *args, netns=None, timeout=60):
-        """Runs a client, which has to succeed; returns it."""
+        """Runs a client, which must succeed. Returns it."""
         client = self.start_client(*(args or QUICK.get(self.program, [])),
                                    netns=netns)
         status = client.wait(timeout)
@@ -199,7 +199,7 @@ class Server:
         return client
 
     def stop(self, signum=signal.SIGTERM):
-        """Ends the server as a user does, and checks how it ends."""
+        """Ends the server as a user would, and checks how it ends."""
         assert self.process.popen.poll() is None, self.process.output
         self.process.signal(signum)
         assert self.process.wait(10) == 0, self.process.output

@@ -9,7 +9,7 @@ import chapters
 from chapters import Page
 from conftest import ROOT
 
-PAGES = ["README.md"] + [f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
+PAGES = ["README.md", "scripts/README.md"] + [f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
 # Those that take a page and nothing else.
 CHECKS = {check.__name__: check for check in [
     chapters.check_blocks, chapters.check_excerpts, chapters.check_diffs,
@@ -33,6 +33,13 @@ def test_every_program_has_a_chapter():
 def test_page(check, path):
     messages = CHECKS[check](Page(ROOT, path))
     assert not messages, "\n".join(messages)
+
+
+def test_every_script_is_described():
+    text = chapters.read(f"{ROOT}/scripts/README.md")
+    for entry in os.scandir(f"{ROOT}/scripts"):
+        name = entry.name + "/" * entry.is_dir()
+        assert name in ["README.md", "__pycache__/"] or f"| `{name}` |" in text
 
 
 @pytest.mark.parametrize("path", PAGES)

@@ -1,70 +1,17 @@
 """scripts/propagate, in a small repository of its own."""
 
-import shutil
-import subprocess
-
 import pytest
 
-from conftest import ROOT
-
-# As in src: each adds something to the one before.
-PROGRAMS = {
-    "4_one": ["// 4_one", "a", "b", "c", "d", "e", "f", "g", "end of 4"],
-    "5_two": ["// 5_two", "a", "b", "c", "added in 5", "d", "e", "f", "g",
-              "end of 5"],
-    "10_three": ["// 10_three", "a", "b", "c", "added in 5", "d", "e", "f",
-                 "added in 10", "g", "end of 10"],
-}
-
-
-class Repository:
-    """One commit of these programs."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        (folder / "src").mkdir()
-        (folder / "scripts").mkdir()
-        shutil.copy(f"{ROOT}/scripts/propagate", folder / "scripts")
-        for program, lines in PROGRAMS.items():
-            self.write(program, lines)
-        self.git("init", "-q")
-        self.commit()
-
-    def git(self, *arguments):
-        subprocess.run(["git", "-c", "user.name=test", "-c", "user.email=test",
-                        *arguments], cwd=self.folder, check=True,
-                       capture_output=True)
-
-    def commit(self):
-        self.git("add", "src")
-        self.git("commit", "-q", "-m", "test")
-
-    def path(self, program):
-        return self.folder / "src" / f"{program}.cpp"
-
-    def read(self, program):
-        return self.path(program).read_text().splitlines()
-
-    def write(self, program, lines):
-        self.path(program).write_text("\n".join(lines) + "\n")
-
-    def replace(self, program, old, *new):
-        """Puts these lines where there was that one."""
-        lines = self.read(program)
-        i = lines.index(old)
-        self.write(program, lines[:i] + list(new) + lines[i + 1:])
-
-    def propagate(self, *arguments):
-        """Returns the exit status, what it printed, and its errors."""
-        done = subprocess.run(["scripts/propagate", *arguments],
-                              cwd=self.folder, text=True, check=False,
-                              capture_output=True)
-        return done.returncode, done.stdout, done.stderr
+from small_repository import PROGRAMS, Repository
 
 
 @pytest.fixture
 def repo(tmp_path):
     return Repository(tmp_path)
+
+
+def propagate(repo, *arguments):
+    return repo.run("propagate", *arguments)
 
 
 def expected(program, **changes):
@@ -76,7 +23,7 @@ def test_all(repo):
     """Into all later ones, in the order of their numbers; what each added
     stays."""
     repo.replace("4_one", "b", "B")
-    assert repo.propagate() == (
+    assert propagate(repo) == (
         0, "5_two: 1 lines added, 1 removed\n"
            "10_three: 1 lines added, 1 removed\n", "")
     for program in PROGRAMS:
@@ -86,7 +33,7 @@ def test_all(repo):
 def test_added_and_removed(repo):
     repo.replace("4_one", "a", "a", "new 1", "new 2")
     repo.replace("4_one", "e")
-    assert repo.propagate()[0] == 0
+    assert propagate(repo)[0] == 0
     for program in PROGRAMS:
         lines = [line for line in PROGRAMS[program] if line != "e"]
         assert repo.read(program) == lines[:2] + ["new 1", "new 2"] + lines[2:]
@@ -95,7 +42,7 @@ def test_added_and_removed(repo):
 def test_from_the_middle(repo):
     """The one before the first change stays as it is."""
     repo.replace("5_two", "e", "E")
-    assert repo.propagate() == (0, "10_three: 1 lines added, 1 removed\n", "")
+    assert propagate(repo) == (0, "10_three: 1 lines added, 1 removed\n", "")
     assert repo.read("4_one") == PROGRAMS["4_one"]
     assert repo.read("10_three") == expected("10_three", e="E")
 
@@ -103,25 +50,25 @@ def test_from_the_middle(repo):
 def test_again(repo):
     """A change that is there already is not made twice."""
     repo.replace("4_one", "b", "B", "B2")
-    assert repo.propagate()[0] == 0
+    assert propagate(repo)[0] == 0
     before = {program: repo.read(program) for program in PROGRAMS}
     assert before["10_three"] != PROGRAMS["10_three"]
-    assert repo.propagate() == (0, "5_two: unchanged\n10_three: unchanged\n",
+    assert propagate(repo) == (0, "5_two: unchanged\n10_three: unchanged\n",
                                 "")
     assert {program: repo.read(program) for program in PROGRAMS} == before
 
 
 def test_nothing_to_do(repo):
-    assert repo.propagate() == (0, "no program differs from HEAD\n", "")
+    assert propagate(repo) == (0, "no program differs from HEAD\n", "")
 
 
 def test_since_a_commit(repo):
     """A change that has been committed, where it was made."""
     repo.replace("4_one", "b", "B")
     repo.commit()
-    assert repo.propagate("4_one")[1] == ("5_two: unchanged\n"
+    assert propagate(repo, "4_one")[1] == ("5_two: unchanged\n"
                                           "10_three: unchanged\n")
-    assert repo.propagate("4_one", "HEAD~1")[0] == 0
+    assert propagate(repo, "4_one", "HEAD~1")[0] == 0
     for program in PROGRAMS:
         assert repo.read(program) == expected(program, b="B")
 
@@ -132,7 +79,7 @@ def test_own_changes_stay(repo):
     repo.replace("4_one", "b", "B")
     repo.replace("5_two", "added in 5", "changed in 5")
     repo.replace("10_three", "end of 10", "the end")
-    assert repo.propagate()[0] == 0
+    assert propagate(repo)[0] == 0
     changes = {"b": "B", "added in 5": "changed in 5"}
     assert repo.read("5_two") == expected("5_two", **changes)
     assert repo.read("10_three") == expected(
@@ -145,7 +92,7 @@ def test_new_program(repo):
     repo.write("11_new", last)
     repo.write("12_new", last + ["new in 12"])
     repo.replace("4_one", "b", "B")
-    assert repo.propagate()[0] == 0
+    assert propagate(repo)[0] == 0
     lines = ["B" if line == "b" else line for line in last]
     assert repo.read("11_new") == lines
     assert repo.read("12_new") == lines + ["new in 12"]
@@ -156,7 +103,7 @@ def test_conflict(repo):
     resolved, it goes on from there."""
     repo.replace("4_one", "b", "B")
     repo.replace("4_one", "c", "c", "new in 4")  # where 5_two has its own line
-    status, _, error = repo.propagate()
+    status, _, error = propagate(repo)
     assert status == 1
     marker = [i for i, line in enumerate(repo.read("5_two"), 1)
               if line.startswith("<<<<<<< 5_two")]
@@ -168,7 +115,7 @@ def test_conflict(repo):
     # As long as it is not resolved, nothing is done, wherever it starts.
     present = repo.read("5_two")
     for arguments in [[], ["5_two"]]:
-        status, output, error = repo.propagate(*arguments)
+        status, output, error = propagate(repo, *arguments)
         assert status == 1 and not output
         assert f"src/5_two.cpp:{marker[0]}: conflict\n" in error
     assert repo.read("5_two") == present
@@ -177,7 +124,7 @@ def test_conflict(repo):
     resolved = ["B" if line == "b" else line for line in PROGRAMS["5_two"]]
     resolved.insert(resolved.index("added in 5"), "new in 4")
     repo.write("5_two", resolved)
-    assert repo.propagate("5_two", "HEAD") == (
+    assert propagate(repo, "5_two", "HEAD") == (
         0, "10_three: 2 lines added, 1 removed\n", "")
     assert repo.read("5_two") == resolved
     lines = expected("10_three", b="B")
@@ -190,7 +137,7 @@ def test_conflict(repo):
     ["4_one", "HEAD", "HEAD"]])
 def test_usage(repo, arguments):
     repo.replace("4_one", "b", "B")
-    status, output, error = repo.propagate(*arguments)
+    status, output, error = propagate(repo, *arguments)
     assert status == 2 and not output
     assert "usage: scripts/propagate [PROGRAM [REV]]" in error
     assert repo.read("5_two") == PROGRAMS["5_two"]

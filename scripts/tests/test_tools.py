@@ -47,12 +47,17 @@ def test_programs_before_6_know_no_cuda(tmp_path):
             assert "cuda" not in line.lower()
 
 
-def test_libfabric_home(tmp_path):
-    """LIBFABRIC_HOME comes first, and into the run path."""
+@pytest.mark.parametrize("how", ["argument", "environment"])
+def test_libfabric_home(tmp_path, how):
+    """It is used for the headers, for the library and for the run path. Tests and
+    benchmark hand it on in the environment."""
     home = tmp_path / "fabric"
     (home / "lib").mkdir(parents=True)
     (home / "lib" / "libfabric.so").touch()
-    output = scratch_make(tmp_path, "-n", "4_hello", f"LIBFABRIC_HOME={home}")
+    if how == "argument":
+        output = scratch_make(tmp_path, "-n", "4_hello", f"LIBFABRIC_HOME={home}")
+    else:
+        output = scratch_make(tmp_path, "-n", "4_hello", LIBFABRIC_HOME=str(home))
     assert f"-I{home}/include" in output
     assert f"-L{home}/lib -lfabric" in output
     assert f"-Wl,-rpath,{home}/lib" in output

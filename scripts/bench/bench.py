@@ -215,7 +215,7 @@ def measure_queue(provider, size, writes, pages=None, folder=BUILD,
         run(TARGET, provider, *hosts[1], program, server_address(server),
             str(size), str(pages), str(repeat))
         found = read_until(
-            server, r"^\[(.*)s\] WRITE: 100%.* bw=([0-9.]+).* ([0-9.]+)Mpps")
+            server, r"\[([0-9.]+)s\] WRITE: 100%.* bw=([0-9.]+).* ([0-9.]+)Mpps")
         seconds, gbps, mpps = [float(text) for text in found.groups()]
         with open(f"/proc/{server.pid}/status") as file:
             memory = 1024 * int(re.search(r"VmHWM:\s*(\d+)", file.read())[1])

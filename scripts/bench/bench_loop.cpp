@@ -51,7 +51,7 @@
 constexpr size_t kHugePageSize = 2 << 20;
 // As in 7_queue: the limits on what is in flight, in WRITEs and in bytes.
 constexpr size_t kMaxOutstanding = 4096;
-constexpr size_t kMaxOutstandingBytes = 64 << 20;
+constexpr size_t kMaxOutstandingBytes = 16 << 20;
 
 // As in 7_queue: the lower of the headers' version and 2.0.
 constexpr uint32_t kApiVersion =

@@ -1,5 +1,5 @@
-"""Exercise 5: several texts in one turn. `5_reverse ADDRESS TEXT...` has each of
-them reversed, with one CONNECT and one BYE."""
+"""Exercise 5: several texts in one session. `5_reverse ADDRESS TEXT...` has each
+of them reversed, with one CONNECT and one BYE."""
 
 import re
 
@@ -9,12 +9,12 @@ pytestmark = pytest.mark.builds("plain")
 
 
 def lines_of(process, verb):
-    """What it has printed of texts sent, or received, in that order."""
+    """Returns the texts that the client has printed after this verb, in order."""
     return re.findall(rf"^{verb} [0-9]+ bytes: (.*)$", process.output, re.M)
 
 
 def check(server, *texts):
-    """A client with these texts, for which the server prints one CONNECT."""
+    """Runs a client with these texts. The server must show one session for it."""
     already = len(server.process.lines)
     client = server.start_client(*texts)
     status = client.wait()
@@ -24,9 +24,15 @@ def check(server, *texts):
     assert lines_of(client, "Received") == [text[::-1] for text in expected]
     assert client.output.count("The text is correct.\n") == 1
     assert client.output.endswith("The text is correct.\n")
+    server.process.wait_for(r"^\[[0-9]+\] Done\.$", after=already)
     lines = server.process.lines[already:]
-    assert lines.count("Received CONNECT message from client:\n") == 1
-    assert lines.count("Sent them back reversed.\n") == len(expected)
+    assert len({line.split()[0] for line in lines}) == 1, lines
+    said = [line.split(" ", 1)[1] for line in lines]
+    assert said[0].startswith("Received CONNECT message from client ")
+    assert said[1:-1] == [
+        line for text in expected for line in [
+            f"Received {len(text)} bytes: {text}\n", "Sent them back reversed.\n"]]
+    assert said[-1] == "Done.\n"
 
 
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
@@ -38,7 +44,7 @@ def test_several_texts(serve, provider):
 
 
 def test_one_text_and_none(serve):
-    """As before."""
+    """One text still works, and no text still means the default."""
     server = serve("5_reverse")
     check(server)
     check(server, "just one")
@@ -46,7 +52,7 @@ def test_one_text_and_none(serve):
 
 
 def test_empty_text(serve):
-    """It is refused, wherever it stands."""
+    """An empty text is refused, in whichever place it is."""
     server = serve("5_reverse")
     for texts in [[""], ["one", ""], ["", "two"]]:
         client = server.start_client(*texts)

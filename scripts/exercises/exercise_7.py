@@ -23,15 +23,13 @@ def transfer(server, page_size, num_pages, repeat):
 
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 def test_no_room(serve, provider):
-    """Where there was no room, something has waited. It need not wait any more
-    when the line is printed."""
+    """Whatever had to wait since the first WRITE was in the queue; before that, the
+    ACCEPT may have been. The queue never gets long."""
     server = serve("7_queue", provider)
-    for _ in range(2):
-        eagain, queued = transfer(server, 65536, 1000, 3)
-        if eagain > 0:
-            assert 1 <= queued <= 8
-        else:  # there always was some
-            assert queued == 0
+    for page_size in [64, 65536]:
+        eagain, queued = transfer(server, page_size, 1000, 3)
+        assert queued <= 8
+        assert queued >= 1 or eagain == 0
     server.stop()
 
 

@@ -228,9 +228,9 @@ struct Domain {
   size_t MaxMessageSize() const;
 };
 
-// An endpoint, where operations are posted, and what belongs to it: a completion
-// queue, which says what became of them, an address vector, which holds the
-// addresses of peers, and an event queue.
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
 struct Network {
   Domain* domain = nullptr;
   struct fid_av* av = nullptr;
@@ -368,8 +368,8 @@ void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   attr.mr_iov = &iov;
   attr.iov_count = 1;
   attr.access = access;
-  // Used by providers that let us choose the key (those without FI_MR_PROV_KEY).
-  // No two regions of a domain may have the same one.
+  // Used by providers that let us choose the key (those without
+  // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
   attr.requested_key = next_key++;
   int ret = fi_mr_regattr(domain, &attr, 0, &buf.mr);
   FiCheck(ret, "fi_mr_regattr of " + std::to_string(buf.size) + " bytes" +
@@ -414,8 +414,8 @@ bool Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
   return Post(std::move(op));
 }
 
-// Sends the first `len` bytes of `buf`, which must not change until the SEND has
-// completed.
+// Sends the first `len` bytes of `buf`, which must not change until the SEND
+// has completed.
 bool Network::PostSend(fi_addr_t peer, Buffer& buf, size_t len,
                        const RdmaCallback& callback) {
   RdmaOp op = {.type = RdmaOpType::kSend,
@@ -453,8 +453,8 @@ bool Network::Submit(RdmaOp* op) {
       msg.iov_count = 1;
       msg.addr = op->peer;
       msg.context = op;
-      // Complete only when the peer has the message. Otherwise, a completion may
-      // just mean that it has left this host (fi_cq(3)).
+      // Complete only when the peer has the message. Otherwise, a completion
+      // may just mean that it has left this host (fi_cq(3)).
       ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
       break;
     }
@@ -532,8 +532,8 @@ void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   }
 }
 
-// Throws if nothing has completed for too long. Some providers never report that
-// a peer has gone; then silence is all that there is to notice.
+// Throws if nothing has completed for too long. Some providers never report
+// that a peer has gone; then silence is all that there is to notice.
 void Network::CheckSilence(const char* what) const {
   if (Clock::now() - last_completion < kSilenceLimit) return;
   throw std::runtime_error(

@@ -1,8 +1,8 @@
 // 5_reverse: both directions, and many clients at once.
 //
 // The client sends its own address in a CONNECT message, then a text. The
-// server answers from an endpoint that it opens for this client alone, and sends
-// the text back reversed.
+// server answers from an endpoint that it opens for this client alone, and
+// sends the text back reversed.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -58,9 +58,10 @@ constexpr size_t kCompletionQueueSize = 128;
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 
-constexpr size_t kMaxClients = 8;    // served at a time
-constexpr auto kAcceptLimit = 60s;   // for a client to wait until it is served
-constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
+constexpr size_t kMaxClients = 8;     // served at a time
+constexpr size_t kMaxWaiting = 1000;  // to be served
+constexpr auto kAcceptLimit = 60s;    // for a client to wait until it is served
+constexpr auto kListenPeriod = 1ms;   // between two looks for new clients
 
 // ---------------------------------------------------------------------------
 // Errors and signals
@@ -234,9 +235,9 @@ struct Domain {
   size_t MaxMessageSize() const;
 };
 
-// An endpoint, where operations are posted, and what belongs to it: a completion
-// queue, which says what became of them, an address vector, which holds the
-// addresses of peers, and an event queue.
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
 struct Network {
   Domain* domain = nullptr;
   struct fid_av* av = nullptr;
@@ -375,8 +376,8 @@ void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   attr.mr_iov = &iov;
   attr.iov_count = 1;
   attr.access = access;
-  // Used by providers that let us choose the key (those without FI_MR_PROV_KEY).
-  // No two regions of a domain may have the same one.
+  // Used by providers that let us choose the key (those without
+  // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
   attr.requested_key = next_key++;
   int ret = fi_mr_regattr(domain, &attr, 0, &buf.mr);
   FiCheck(ret, "fi_mr_regattr of " + std::to_string(buf.size) + " bytes" +
@@ -421,8 +422,8 @@ bool Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
   return Post(std::move(op));
 }
 
-// Sends the first `len` bytes of `buf`, which must not change until the SEND has
-// completed.
+// Sends the first `len` bytes of `buf`, which must not change until the SEND
+// has completed.
 bool Network::PostSend(fi_addr_t peer, Buffer& buf, size_t len,
                        const RdmaCallback& callback) {
   RdmaOp op = {.type = RdmaOpType::kSend,
@@ -460,8 +461,8 @@ bool Network::Submit(RdmaOp* op) {
       msg.iov_count = 1;
       msg.addr = op->peer;
       msg.context = op;
-      // Complete only when the peer has the message. Otherwise, a completion may
-      // just mean that it has left this host (fi_cq(3)).
+      // Complete only when the peer has the message. Otherwise, a completion
+      // may just mean that it has left this host (fi_cq(3)).
       ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
       break;
     }
@@ -539,8 +540,8 @@ void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   }
 }
 
-// Throws if nothing has completed for too long. Some providers never report that
-// a peer has gone; then silence is all that there is to notice.
+// Throws if nothing has completed for too long. Some providers never report
+// that a peer has gone; then silence is all that there is to notice.
 void Network::CheckSilence(const char* what) const {
   if (Clock::now() - last_completion < silence_limit) return;
   throw std::runtime_error(
@@ -672,7 +673,8 @@ std::runtime_error BadMessage(const std::string& what) {
 }
 
 // Copies the beginning of a message into a struct that starts with an
-// AppMessageBase. Throws if the message is too short for it, or of another type.
+// AppMessageBase. Throws if the message is too short for it, or of another
+// type.
 void ReadMessage(const Message& message, AppMessageType type, void* head,
                  size_t head_size) {
   AppMessageBase base = {};
@@ -861,7 +863,8 @@ int ServerMain(const char* program) {
   inbox.Open(net);
   PrintClientCommand(program, net);
 
-  size_t num_clients = 0;  // so far
+  std::deque<AppConnectMessage> waiting;  // those for whom there is no room yet
+  size_t num_clients = 0;                 // so far
   Clock::time_point listened_at;
   while (!g_interrupted) {
     size_t completions = 0;
@@ -873,10 +876,12 @@ int ServerMain(const char* program) {
       try {
         completions += net.PollCompletion();
         Message message;
-        // While there is no room, CONNECTs wait in the inbox.
-        while (clients.size() < kMaxClients && inbox.Take(message)) {
-          AppConnectMessage connect =
-              ReadConnect(message, AppMessageType::kConnect);
+        while (waiting.size() < kMaxWaiting && inbox.Take(message)) {
+          waiting.push_back(ReadConnect(message, AppMessageType::kConnect));
+        }
+        while (clients.size() < kMaxClients && !waiting.empty()) {
+          AppConnectMessage connect = waiting.front();
+          waiting.pop_front();
           clients.emplace_back(domain, ++num_clients, connect);
         }
       } catch (const std::exception& e) {

@@ -70,19 +70,20 @@ constexpr size_t kCompletionQueueSize = 8192;
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 
-constexpr size_t kMaxClients = 8;    // served at a time
-constexpr auto kAcceptLimit = 60s;   // for a client to wait until it is served
-constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
-constexpr auto kReportPeriod = 1s;   // between two reports of progress
+constexpr size_t kMaxClients = 8;     // served at a time
+constexpr size_t kMaxWaiting = 1000;  // to be served
+constexpr auto kAcceptLimit = 60s;    // for a client to wait until it is served
+constexpr auto kListenPeriod = 1ms;   // between two looks for new clients
+constexpr auto kReportPeriod = 1s;    // between two reports of progress
 
 constexpr size_t kBufferCount = 2;           // of a client, for pages
 constexpr size_t kMaxMemoryRegions = 16;     // that a client may offer
 constexpr size_t kMaxPageSize = 16 << 20;    // bytes
 constexpr size_t kSourceMemory = 512 << 20;  // bytes, for all clients' pages
 
-// Limits of the WRITEs in flight to a client. Without the one in bytes, a message
-// would have to queue behind gigabytes. Most providers have no room for so many
-// WRITEs, and say so; the other limit is for those that never do.
+// Limits of the WRITEs in flight to a client. Without the one in bytes, a
+// message would have to queue behind gigabytes. Most providers have no room for
+// so many WRITEs, and say so; the other limit is for those that never do.
 constexpr size_t kMaxOutstandingWrites = 4096;
 constexpr size_t kMaxOutstandingBytes = 64 << 20;
 
@@ -158,8 +159,9 @@ void* CudaAlloc(size_t bytes) {
 
 void CudaFree(void* data) { cudaFree(data); }
 
-// Copies between host and GPU, in either direction. cudaMemcpy may return before
-// the copy has ended, and the adapter would then send what was there before.
+// Copies between host and GPU, in either direction. cudaMemcpy may return
+// before the copy has ended, and the adapter would then send what was there
+// before.
 void CudaCopy(void* to, const void* from, size_t bytes) {
   CudaCheck(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
   CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
@@ -379,9 +381,9 @@ struct Domain {
   size_t MaxMessageSize() const;
 };
 
-// An endpoint, where operations are posted, and what belongs to it: a completion
-// queue, which says what became of them, an address vector, which holds the
-// addresses of peers, and an event queue.
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
 struct Network {
   Domain* domain = nullptr;
   struct fid_av* av = nullptr;
@@ -432,8 +434,8 @@ std::string ProviderSetting() {
 }
 
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
-// first. FI_PROVIDER narrows the choice, and so does `same`, to one interface. The
-// caller owns the list; see fi_getinfo(3).
+// first. FI_PROVIDER narrows the choice, and so does `same`, to one interface.
+// The caller owns the list; see fi_getinfo(3).
 struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   struct fi_info* hints = fi_allocinfo();
   if (hints == nullptr) throw std::bad_alloc();
@@ -467,9 +469,10 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   return info;
 }
 
-// As GetInfo, but with GPU memory (FI_HMEM) if there is a GPU and if the interface
-// that we would use anyway supports it. We do not change to another one for it: a
-// libfabric without CUDA would offer shm, which reaches nobody outside this host.
+// As GetInfo, but with GPU memory (FI_HMEM) if there is a GPU and if the
+// interface that we would use anyway supports it. We do not change to another
+// one for it: a libfabric without CUDA would offer shm, which reaches nobody
+// outside this host.
 struct fi_info* GetInfoWithGpu() {
   struct fi_info* plain = GetInfo(kCaps);
   if (FindGpu() < 0) return plain;
@@ -482,8 +485,8 @@ struct fi_info* GetInfoWithGpu() {
   }
 }
 
-// Returns the speed of the link in Gbps; 0 if it is not known. Only adapters have
-// a NIC: the software providers leave it null.
+// Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
+// have a NIC: the software providers leave it null.
 double LinkGbps(const struct fi_info* info) {
   if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
   return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
@@ -515,10 +518,11 @@ void Domain::Open(struct fi_info* list) {
   FiCheck(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
   FiCheck(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
 
-  // The shm provider copies the data of a WRITE when it is posted, or before any
-  // later one, so it is in place in time without our asking. If we ask, the one
-  // of libfabric 1.17 has the other side copy it under a lock, and waits for ever
-  // if that side is killed meanwhile. For GPU memory, it has no other way.
+  // The shm provider copies the data of a WRITE when it is posted, or before
+  // any later one, so it is in place in time without our asking. If we ask, the
+  // one of libfabric 1.17 has the other side copy it under a lock, and waits
+  // for ever if that side is killed meanwhile. For GPU memory, it has no other
+  // way.
   if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
       (info->caps & FI_HMEM) == 0) {
     write_flags = 0;
@@ -579,8 +583,8 @@ void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   attr.mr_iov = &iov;
   attr.iov_count = 1;
   attr.access = access;
-  // Used by providers that let us choose the key (those without FI_MR_PROV_KEY).
-  // No two regions of a domain may have the same one.
+  // Used by providers that let us choose the key (those without
+  // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
   attr.requested_key = next_key++;
   if (buf.gpu >= 0) {
     attr.iface = FI_HMEM_CUDA;
@@ -628,8 +632,8 @@ void Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
   Post(std::move(op));
 }
 
-// Sends the first `len` bytes of `buf`, which must not change until the SEND has
-// completed.
+// Sends the first `len` bytes of `buf`, which must not change until the SEND
+// has completed.
 void Network::PostSend(fi_addr_t peer, Buffer& buf, size_t len,
                        const RdmaCallback& callback) {
   RdmaOp op = {.type = RdmaOpType::kSend,
@@ -657,8 +661,8 @@ void Network::AddRemoteWrite(uint32_t imm_data, const RdmaCallback& callback) {
   remote_writes[imm_data] = callback;
 }
 
-// Hands an operation to libfabric, or keeps it until there is room. Once one has
-// to wait, all later ones wait behind it, so that none overtakes another.
+// Hands an operation to libfabric, or keeps it until there is room. Once one
+// has to wait, all later ones wait behind it, so that none overtakes another.
 void Network::Post(RdmaOp request) {
   if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
   RdmaOp* op = free_ops.back();
@@ -693,8 +697,8 @@ bool Network::Submit(RdmaOp* op) {
       msg.iov_count = 1;
       msg.addr = op->peer;
       msg.context = op;
-      // Complete only when the peer has the message. Otherwise, a completion may
-      // just mean that it has left this host (fi_cq(3)).
+      // Complete only when the peer has the message. Otherwise, a completion
+      // may just mean that it has left this host (fi_cq(3)).
       ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
       break;
     }
@@ -809,8 +813,8 @@ void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   }
 }
 
-// Throws if nothing has completed for too long. Some providers never report that
-// a peer has gone; then silence is all that there is to notice.
+// Throws if nothing has completed for too long. Some providers never report
+// that a peer has gone; then silence is all that there is to notice.
 void Network::CheckSilence(const char* what) const {
   if (Clock::now() - last_completion < silence_limit) return;
   throw std::runtime_error(
@@ -951,7 +955,8 @@ std::runtime_error BadMessage(const std::string& what) {
 }
 
 // Copies the beginning of a message into a struct that starts with an
-// AppMessageBase. Throws if the message is too short for it, or of another type.
+// AppMessageBase. Throws if the message is too short for it, or of another
+// type.
 void ReadMessage(const Message& message, AppMessageType type, void* head,
                  size_t head_size) {
   AppMessageBase base = {};
@@ -1241,7 +1246,8 @@ struct RandomFillRequestState {
     state = State::kMakePages;
   }
 
-  // Makes the next page: one at a time, so that the other clients need not wait.
+  // Makes the next page: one at a time, so that the other clients need not
+  // wait.
   void ContinueMakePages() {
     if (state != State::kMakePages) return;
     if (made_pages % request_msg.num_pages == 0) {
@@ -1268,8 +1274,9 @@ struct RandomFillRequestState {
       // As far as libfabric takes them and no further: the queue stays short,
       // however long the transfer is.
       if (!session.net.pending_ops.empty()) return;
-      // Immediate data tells the client that all is there, but WRITEs may arrive
-      // in any order. So the last one waits until all others have completed.
+      // Immediate data tells the client that all is there, but WRITEs may
+      // arrive in any order. So the last one waits until all others have
+      // completed.
       bool last = posted_write_ops + 1 == total_write_ops;
       size_t outstanding = posted_write_ops - finished_write_ops;
       if (outstanding >= (last ? 1 : max_outstanding)) return;
@@ -1301,15 +1308,16 @@ struct RandomFillRequestState {
     state = State::kWaitBye;
   }
 
-  // The client may see the last WRITE, and say BYE, before we see its completion.
+  // The client may see the last WRITE, and say BYE, before we see its
+  // completion.
   void HandleBye() {
     if (state != State::kWrite || posted_write_ops < total_write_ops) return;
     finished_write_ops = total_write_ops;
     PrintProgress();
   }
 
-  // Tells the terminal and the client, now and then, that we are still at it. To
-  // the client, which takes no part in a WRITE, a long transfer is silence.
+  // Tells the terminal and the client, now and then, that we are still at it.
+  // To the client, which takes no part in a WRITE, a long transfer is silence.
   void Report() {
     if (state == State::kWaitRequest || state == State::kWaitBye) return;
     Clock::time_point now = Clock::now();
@@ -1354,7 +1362,8 @@ int ServerMain(const char* program) {
   inbox.Open(net);
   PrintClientCommand(program, net);
 
-  size_t num_clients = 0;  // so far
+  std::deque<AppConnectMessage> waiting;  // those for whom there is no room yet
+  size_t num_clients = 0;                 // so far
   Clock::time_point listened_at;
   while (!g_interrupted) {
     size_t completions = 0;
@@ -1366,10 +1375,12 @@ int ServerMain(const char* program) {
       try {
         completions += net.PollCompletion();
         Message message;
-        // While there is no room, CONNECTs wait in the inbox.
-        while (clients.size() < kMaxClients && inbox.Take(net, message)) {
-          AppConnectMessage connect =
-              ReadConnect(message, AppMessageType::kConnect);
+        while (waiting.size() < kMaxWaiting && inbox.Take(net, message)) {
+          waiting.push_back(ReadConnect(message, AppMessageType::kConnect));
+        }
+        while (clients.size() < kMaxClients && !waiting.empty()) {
+          AppConnectMessage connect = waiting.front();
+          waiting.pop_front();
           clients.emplace_back(domain, ++num_clients, connect, &memory_left);
         }
       } catch (const std::exception& e) {

@@ -1,19 +1,33 @@
-// What a program without any bookkeeping gets out of this machine; the
-// benchmark compares 7_queue with it.
+// The fastest transfer that a program without any bookkeeping makes on this
+// machine. The benchmark compares 7_queue with it.
 //
 // Usage:
 //   bench_loop copy PAGE_SIZE NUM_PAGES TOTAL
-//       Copies pages from one buffer to another, TOTAL of them.
+//       Copies TOTAL pages from one buffer to another.
 //   bench_loop target PAGE_SIZE NUM_PAGES
-//       Prints "target ADDRESS PLACE KEY", and lets itself be written to until a
-//       WRITE brings immediate data.
-//   bench_loop write PAGE_SIZE NUM_PAGES TOTAL LEVEL ADDRESS PLACE KEY
-//       WRITEs pages to such a target, TOTAL of them. LEVEL says when one counts
-//       as complete: "delivery", when it is in place, or "any".
-// Those that copy or write print "seconds N".
+//       Prints "target ADDRESS PLACE KEY" and waits until a WRITE brings
+//       immediate data.
+//   bench_loop write PAGE_SIZE NUM_PAGES TOTAL ADDRESS PLACE KEY SETTINGS...
+//       WRITEs TOTAL pages to such a target, once for each SETTINGS, such as
+//       "delivery,16,16": the completion level of a WRITE ("any", or "delivery"
+//       for FI_DELIVERY_COMPLETE), the number of WRITEs posted between two
+//       readings of the completion queue, and the number of entries read at a
+//       time.
+// "copy" and "write" print "seconds N", the latter for each SETTINGS.
 //
-// As in 7_queue there are twice NUM_PAGES pages on huge pages, all of them used
-// before the clock starts. They are read in order and written in a random one.
+// As in 7_queue there are twice NUM_PAGES pages on huge pages, and all of them
+// are touched before the clock starts. They are read in order and written in a
+// random order.
+//
+// The clock stops when the data is in place. As in 7_queue, the last WRITE is
+// posted when all others have completed. Here it asks for delivery completion
+// whatever SETTINGS say. Otherwise the time without delivery completion would
+// leave out the data that still waits in the kernel's buffers (tcp) or in the
+// command queue (shm). Both deliver in order, so everything before the last
+// WRITE is in place when that one is. An adapter reports a WRITE only after the
+// peer's adapter has acknowledged it. 7_queue's clock stops when all its WRITEs
+// have completed; over shm, where it asks for no delivery completion, the last
+// few small pages may still be in the queue.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -26,6 +40,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/uio.h>
 #include <time.h>
 
 #include <algorithm>
@@ -34,9 +49,16 @@
 #include <vector>
 
 constexpr size_t kHugePageSize = 2 << 20;
-constexpr size_t kReadCount = 16;         // entries read at a time; as 7_queue
-constexpr size_t kPostCount = 16;         // posted for each reading; as 7_queue
-constexpr size_t kMaxOutstanding = 4096;  // WRITEs; as 7_queue
+// As in 7_queue: the limits on what is in flight, in WRITEs and in bytes.
+constexpr size_t kMaxOutstanding = 4096;
+constexpr size_t kMaxOutstandingBytes = 16 << 20;
+
+// As in 7_queue: the lower of the headers' version and 2.0.
+constexpr uint32_t kApiVersion =
+    FI_VERSION_LT(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
+                  FI_VERSION(2, 0))
+        ? FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION)
+        : FI_VERSION(2, 0);
 
 void Check(ssize_t ret, const char* what) {
   if (ret >= 0) return;
@@ -51,7 +73,7 @@ double Now() {
   return now.tv_sec + now.tv_nsec * 1e-9;
 }
 
-// Memory on huge pages, touched.
+// Returns touched memory on huge pages.
 uint8_t* Alloc(size_t size) {
   size = (size + kHugePageSize - 1) / kHugePageSize * kHugePageSize;
   void* data = aligned_alloc(kHugePageSize, size);
@@ -61,7 +83,7 @@ uint8_t* Alloc(size_t size) {
   return static_cast<uint8_t*>(data);
 }
 
-// Where the pages go, in bytes from the start.
+// The destinations of the pages, in bytes from the start.
 std::vector<size_t> RandomOffsets(size_t page_size, size_t count) {
   std::vector<size_t> offsets(count);
   for (size_t i = 0; i < count; ++i) offsets[i] = i * page_size;
@@ -76,7 +98,7 @@ void Copy(size_t page_size, size_t count, size_t total) {
   double start = Now();
   for (size_t done = 0, i = 0; done < total; ++done) {
     memcpy(to + offsets[i], from + i * page_size, page_size);
-    // The compiler may not think that nobody reads what was copied.
+    // Keeps the compiler from removing the copy because nobody reads it.
     asm volatile("" : : "r"(to) : "memory");
     if (++i == count) i = 0;
   }
@@ -92,8 +114,8 @@ struct Endpoint {
   struct fid_ep* ep = nullptr;
   struct fid_mr* mr = nullptr;
 
-  // Asks for what 7_queue asks for.
-  void Open(uint64_t op_flags) {
+  // The hints are those of 7_queue.
+  void Open() {
     struct fi_info* hints = fi_allocinfo();
     hints->caps = FI_MSG | FI_RMA;
     hints->ep_attr->type = FI_EP_RDM;
@@ -101,8 +123,9 @@ struct Endpoint {
     hints->domain_attr->mr_mode =
         FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
     hints->domain_attr->threading = FI_THREAD_DOMAIN;
-    hints->tx_attr->op_flags = op_flags;
-    Check(fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints, &info),
+    hints->tx_attr->msg_order = FI_ORDER_SAS;
+    hints->rx_attr->msg_order = FI_ORDER_SAS;
+    Check(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints, &info),
           "fi_getinfo");
     fi_freeinfo(hints);
     struct fi_av_attr av_attr = {};
@@ -133,9 +156,9 @@ struct Endpoint {
     if (info) fi_freeinfo(info);
   }
 
-  // Returns how many operations have completed.
-  size_t Poll(struct fi_cq_data_entry* entries) {
-    ssize_t ret = fi_cq_read(cq, entries, kReadCount);
+  // Returns the number of operations that have completed, at most `max`.
+  size_t Poll(struct fi_cq_data_entry* entries, size_t max) {
+    ssize_t ret = fi_cq_read(cq, entries, max);
     if (ret >= 0) return static_cast<size_t>(ret);
     if (ret != -FI_EAGAIN) Check(ret, "fi_cq_read");
     return 0;
@@ -144,7 +167,7 @@ struct Endpoint {
 
 void RunTarget(size_t page_size, size_t count) {
   Endpoint endpoint;
-  endpoint.Open(0);
+  endpoint.Open();
   size_t size = count * page_size;
   uint8_t* data = Alloc(size);
   endpoint.Register(data, size, FI_REMOTE_WRITE);
@@ -158,16 +181,32 @@ void RunTarget(size_t page_size, size_t count) {
   printf(" %lu %lu\n", virt_addr ? reinterpret_cast<uint64_t>(data) : 0,
          fi_mr_key(endpoint.mr));
 
-  struct fi_cq_data_entry entries[kReadCount];
-  while (endpoint.Poll(entries) == 0) continue;
-  // The confirmation may still have to leave.
-  for (double end = Now() + 0.02; Now() < end;) endpoint.Poll(entries);
+  struct fi_cq_data_entry entry;
+  while (endpoint.Poll(&entry, 1) == 0) continue;
+  // The confirmation of the last WRITE may still have to leave.
+  for (double end = Now() + 0.02; Now() < end;) endpoint.Poll(&entry, 1);
 }
 
-void Write(size_t page_size, size_t count, size_t total, uint64_t op_flags,
-           const std::string& address_hex, uint64_t place, uint64_t key) {
+struct Settings {
+  uint64_t flags;   // of each WRITE
+  size_t max_post;  // WRITEs between two readings of the completion queue
+  size_t max_read;  // entries read at a time
+
+  explicit Settings(const std::string& text) {
+    char level[9];
+    if (sscanf(text.c_str(), "%8[a-z],%zu,%zu", level, &max_post, &max_read) !=
+        3) {
+      Check(-FI_EINVAL, text.c_str());
+    }
+    flags = strcmp(level, "delivery") == 0 ? FI_DELIVERY_COMPLETE : 0;
+  }
+};
+
+void Write(size_t page_size, size_t count, size_t total,
+           const std::string& address_hex, uint64_t place, uint64_t key,
+           const std::vector<Settings>& all_settings) {
   Endpoint endpoint;
-  endpoint.Open(op_flags);
+  endpoint.Open();
   uint8_t* from = Alloc(count * page_size);
   endpoint.Register(from, count * page_size, FI_WRITE);
   std::vector<uint8_t> address;
@@ -180,48 +219,63 @@ void Write(size_t page_size, size_t count, size_t total, uint64_t op_flags,
     Check(-FI_EINVAL, "fi_av_insert");
   }
   std::vector<size_t> offsets = RandomOffsets(page_size, count);
-  void* desc = fi_mr_desc(endpoint.mr);
-  struct fid_ep* ep = endpoint.ep;
-  struct fi_cq_data_entry entries[kReadCount];
-  // All that is kept of an operation: where the provider may keep its notes.
-  std::vector<struct fi_context2> contexts(kMaxOutstanding);
+  // An operation is no more than this memory, which the provider may use while
+  // the operation is in flight.
+  std::vector<struct fi_context2> contexts(
+      std::clamp<size_t>(kMaxOutstandingBytes / page_size, 2, kMaxOutstanding));
   std::vector<void*> free_contexts;
   for (struct fi_context2& context : contexts) {
     free_contexts.push_back(&context);
   }
 
-  // Posts WRITEs, and waits for all of them.
-  auto Run = [&](size_t writes, bool last) {
+  struct iovec iov = {nullptr, page_size};
+  struct fi_rma_iov rma_iov = {0, page_size, key};
+  void* desc = fi_mr_desc(endpoint.mr);
+  struct fi_msg_rma msg = {};
+  msg.msg_iov = &iov;
+  msg.desc = &desc;
+  msg.iov_count = 1;
+  msg.addr = target;
+  msg.rma_iov = &rma_iov;
+  msg.rma_iov_count = 1;
+  msg.data = 1;
+
+  // Posts WRITEs and waits until all of them have completed.
+  size_t i = 0;  // the next page
+  auto Run = [&](size_t writes, uint64_t flags, const Settings& settings) {
+    std::vector<struct fi_cq_data_entry> entries(settings.max_read);
     size_t posted = 0;
     size_t completed = 0;
-    size_t i = 0;
     while (completed < writes) {
       for (size_t n = 0;
-           n < kPostCount && posted < writes && !free_contexts.empty(); ++n) {
-        void* context = free_contexts.back();
-        ssize_t ret = last ? fi_writedata(ep, from, page_size, desc, 1, target,
-                                          place, key, context)
-                           : fi_write(ep, from + i * page_size, page_size, desc,
-                                      target, place + offsets[i], key, context);
+           n < settings.max_post && posted < writes && !free_contexts.empty();
+           ++n) {
+        iov.iov_base = from + i * page_size;
+        rma_iov.addr = place + offsets[i];
+        msg.context = free_contexts.back();
+        ssize_t ret = fi_writemsg(endpoint.ep, &msg, flags);
         if (ret == -FI_EAGAIN) break;
-        Check(ret, "fi_write");
+        Check(ret, "fi_writemsg");
         free_contexts.pop_back();
         ++posted;
         if (++i == count) i = 0;
       }
-      size_t n = endpoint.Poll(entries);
+      size_t n = endpoint.Poll(entries.data(), settings.max_read);
       for (size_t j = 0; j < n; ++j) {
         free_contexts.push_back(entries[j].op_context);
       }
       completed += n;
     }
   };
-  Run(1, false);  // connects
-  double start = Now();
-  Run(total, false);
-  double seconds = Now() - start;
-  Run(1, true);  // ends the target
-  printf("seconds %.9f\n", seconds);
+  const Settings& first = all_settings.at(0);
+  Run(1, FI_DELIVERY_COMPLETE, first);  // connects
+  for (const Settings& settings : all_settings) {
+    double start = Now();
+    Run(total - 1, settings.flags, settings);
+    Run(1, FI_DELIVERY_COMPLETE, settings);
+    printf("seconds %.9f\n", Now() - start);
+  }
+  Run(1, FI_DELIVERY_COMPLETE | FI_REMOTE_CQ_DATA, first);  // ends the target
 }
 
 int main(int argc, char** argv) {
@@ -233,8 +287,7 @@ int main(int argc, char** argv) {
   if (mode == "copy") Copy(number(1), count, number(3));
   if (mode == "target") RunTarget(number(1), count);
   if (mode == "write") {
-    Write(number(1), count, number(3),
-          args.at(4) == "delivery" ? FI_DELIVERY_COMPLETE : 0, args.at(5),
-          number(6), number(7));
+    Write(number(1), count, number(3), args.at(4), number(5), number(6),
+          std::vector<Settings>(args.begin() + 7, args.end()));
   }
 }

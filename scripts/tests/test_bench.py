@@ -1,25 +1,33 @@
-"""The benchmark: that it measures, not what it finds."""
+"""The benchmark: it measures. What it finds is not tested."""
 
+import contextlib
 import csv
 import os
 import pty
 import re
+import signal
 import subprocess
+import time
 import xml.etree.ElementTree
 
 import pytest
 
 import bench
-from conftest import ROOT
+from conftest import ROOT, owned_shm_files
 
 # As little as can be measured.
-LITTLE = {"RUNS": "1", "SIZES": "64 64K", "PROVIDERS": "shm tcp",
+LITTLE = {"RUNS": "1", "SIZES": "64K", "PROVIDERS": "shm tcp", "LINK": "",
           "SECONDS_PER_RUN": "0.01", "LONG": "2000"}
+BENCH = "scripts/bench/bench.sh"
+PROGRAMS = [("7_queue", "shm"), ("7_queue", "tcp"), ("best loop", "shm"),
+            ("best loop", "tcp"), ("our loop", "shm"), ("our loop", "tcp"),
+            ("memcpy", ""), ("iperf3", "")]
+SIZES = [1 << 16]
 RATE = r"[0-9]+\.[0-9]+"
 
 
 def run_bench(build, *arguments, **env):
-    done = subprocess.run(["scripts/bench.sh", *arguments], cwd=ROOT, text=True,
+    done = subprocess.run([BENCH, *arguments], cwd=ROOT, text=True,
                           env={**os.environ, **LITTLE, **env, "BUILD": build},
                           check=False, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT)
@@ -28,7 +36,7 @@ def run_bench(build, *arguments, **env):
 
 
 def link_programs(folder):
-    """What it writes beside the programs should not lie in build."""
+    """Results are written beside the programs, but should not appear in build."""
     for program in ["7_queue", "bench_loop"]:
         (folder / program).symlink_to(f"{ROOT}/build/{program}")
 
@@ -39,20 +47,24 @@ def read_csv(path):
 
 
 def test_bench(tmp_path):
+    """Without matplotlib there is no figure, but everything else."""
     link_programs(tmp_path)
-    output = run_bench(str(tmp_path))
-    for row in [r"shm +64 B", r"shm +64 KiB", r"tcp +64 B", r"tcp +64 KiB"]:
-        assert re.search(f"^{row}( +{RATE}){{5}}$", output, re.M), output
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('hidden')\n")
+    output = run_bench(str(tmp_path), PYTHONPATH=str(tmp_path))
+    for provider in ["shm", "tcp"]:
+        row = f"^{provider} +64 KiB( +{RATE}){{6}}$"
+        assert re.search(row, output, re.M), output
     targets = output[output.index("Targets:"):].splitlines()[1:]
-    assert len(targets[:targets.index("")]) == 8
-    assert "not measured" not in output
+    targets = targets[:targets.index("")]
+    assert len(targets) == 9
+    # Neither pages of 1 MiB nor a link.
+    assert [line for line in targets if "not measured" in line] == targets[3:5]
+    assert re.search(r"^Not drawn: .*bench\.svg \(hidden\)$", output, re.M), output
 
     rows = read_csv(tmp_path / "bench.csv")
-    expected = {(program, provider, size, run)
-                for program, provider in [
-                    ("7_queue", "shm"), ("7_queue", "tcp"), ("loop", "shm"),
-                    ("loop", "tcp"), ("memcpy", ""), ("iperf3", "")]
-                for size in ["64", "65536"] for run in ["1", ""]}
+    expected = {(program, provider, str(size), run)
+                for program, provider in PROGRAMS
+                for size in SIZES for run in ["1", ""]}
     keys = [(r["program"], r["provider"], r["page_size"], r["run"])
             for r in rows]
     assert len(keys) == len(expected) and set(keys) == expected
@@ -61,14 +73,106 @@ def test_bench(tmp_path):
         assert float(row["gbps"]) == pytest.approx(
             float(row["writes_per_second"]) * int(row["page_size"]) * 8e-9,
             rel=0.01, abs=1e-4)
+        if row["program"] == "best loop":
+            assert row["settings"] in bench.SETTINGS
+        elif row["program"] == "our loop":
+            assert row["settings"] == bench.our_settings(row["provider"])
+        else:
+            assert row["settings"] == ""
 
+
+def test_draw(tmp_path):
+    pytest.importorskip("matplotlib")
+    results = bench.Results()
+    for program, provider in PROGRAMS:
+        for size in SIZES:
+            results.add(program, provider, size, 1e6)
+    bench.draw(results, ["shm", "tcp"], SIZES, tmp_path / "bench.svg")
     root = xml.etree.ElementTree.parse(tmp_path / "bench.svg").getroot()
     assert root.tag.endswith("svg")
 
 
+def read_what_is_there(file):
+    output = b""
+    os.set_blocking(file.fileno(), False)
+    with contextlib.suppress(BlockingIOError):
+        while part := os.read(file.fileno(), 65536):
+            output += part
+    os.set_blocking(file.fileno(), True)
+    return output
+
+
+@pytest.mark.parametrize("level", ["any", "delivery"])
+@pytest.mark.parametrize("provider", ["shm", "tcp"])
+def test_loop_waits_for_the_data_to_be_in_place(provider, level):
+    """No run ends while the target stands still, apart from one that was about to
+    end. Each has less data than a socket's buffers hold."""
+    with bench.background(*bench.bench_loop(0, provider, "target", 64)) as target:
+        where = bench.read_until(target, r"^target (\S+) (\S+) (\S+)").groups()
+        with bench.background(*bench.bench_loop(
+                0, provider, "write", 64, "16", *where,
+                *[f"{level},16,16"] * 10000)) as writer:
+            bench.read_until(writer, "seconds")
+            writer.send_signal(signal.SIGSTOP)
+            target.send_signal(signal.SIGSTOP)
+            time.sleep(0.1)
+            read_what_is_there(writer.stdout)
+            writer.send_signal(signal.SIGCONT)
+            time.sleep(0.5)
+            output = read_what_is_there(writer.stdout)
+            target.send_signal(signal.SIGCONT)
+            assert output.count(b"seconds") <= 1
+            assert writer.poll() is None
+            # It goes on.
+            bench.read_until(writer, "seconds")
+
+
+@pytest.fixture
+def slow_link(monkeypatch):
+    """A link that 7_queue can fill on a busy machine, or a skipped test."""
+    monkeypatch.setattr(bench, "LINK", "500mbit")
+    monkeypatch.setattr(bench, "LINK_SECONDS", 1)
+    monkeypatch.setattr(bench, "RUNS", 1)
+    try:
+        with bench.link():
+            pass
+    except (OSError, RuntimeError) as error:
+        pytest.skip(f"no network namespaces: {error}")
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_link(capsys):
+    """Nothing is faster than the link, apart from the bucket's first content."""
+    results = bench.Results()
+    bench.measure_link(results)
+    assert re.search(f"7_queue +{RATE} Gbps, {RATE}", capsys.readouterr().out)
+    for program in ["7_queue", "iperf3"]:
+        rate = results.median(program, "link", bench.LINK_SIZE)
+        assert 0 < rate * bench.LINK_SIZE * 8 < 1.1 * 500e6
+
+
+@pytest.mark.usefixtures("slow_link")
+def test_link_is_removed():
+    """The processes that keep the namespaces end, also after a failure."""
+    with pytest.raises(ZeroDivisionError):
+        with bench.link() as (_, _, hosts):
+            keepers = re.findall(r"--target=(\d+)", str(hosts))
+            assert all(os.path.exists(f"/proc/{pid}") for pid in keepers)
+            _ = 1 / 0
+    assert len(keepers) == 2
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in keepers)
+
+
+def test_no_link(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(bench, "LINK", "2gbit")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    bench.measure_link(bench.Results())
+    assert re.search("^No link of 2gbit: .*unshare.*\n$", capsys.readouterr().out)
+
+
 def test_variants(tmp_path):
-    """One is built, differs, and is measured beside the unchanged one. In the
-    environment, what make would hand on."""
+    """A variant is built, differs, and is measured beside the unchanged program.
+    MAKEFLAGS is in the environment when make runs the benchmark."""
     name = "outstanding-1"
     link_programs(tmp_path)
     output = run_bench(str(tmp_path), "--variants", name, SIZES="64 4K",
@@ -95,20 +199,49 @@ def test_change_that_is_not_there(monkeypatch):
 
 
 def test_program_that_fails(tmp_path):
-    """It says what the program said, ends, and leaves nothing running."""
+    """The benchmark repeats what the program said and ends."""
     link_programs(tmp_path)
     (tmp_path / "bench_loop").unlink()
     (tmp_path / "bench_loop").write_text("#!/bin/sh\necho I cannot; exit 1\n")
     (tmp_path / "bench_loop").chmod(0o755)
-    done = subprocess.run(["scripts/bench.sh"], cwd=ROOT, check=False,
+    done = subprocess.run([BENCH], cwd=ROOT, check=False,
                           env={**os.environ, **LITTLE, "BUILD": str(tmp_path)},
                           capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "I cannot" in done.stderr
 
 
+def children(pid, program):
+    found = []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/stat") as file:
+            if re.match(rf"\d+ \({program}\) . {pid} ", file.read()):
+                found.append(name)
+    return found
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted(tmp_path, signum):
+    """The programs that it has started end with it."""
+    link_programs(tmp_path)
+    process = subprocess.Popen(
+        [BENCH], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, **LITTLE, "SECONDS_PER_RUN": "10", "BUILD": str(tmp_path)})
+    end = time.monotonic() + 60
+    while len(started := children(process.pid, "bench_loop")) < 2:
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    # A program that is just being started may leave a file in /dev/shm.
+    time.sleep(0.5)
+    process.send_signal(signum)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and output == b"interrupted\n"
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in started)
+    assert not owned_shm_files(started)
+
+
 def test_progress_on_a_terminal(monkeypatch):
-    """One line, written over."""
+    """One line, rewritten."""
     terminal, ours = pty.openpty()
     with os.fdopen(ours, "w") as file:
         monkeypatch.setattr("sys.stdout", file)
@@ -122,7 +255,7 @@ def test_progress_on_a_terminal(monkeypatch):
 
 
 def test_medians(tmp_path):
-    """Of single runs in the table; of pairs in a ratio."""
+    """The table has the median of single runs, a ratio that of pairs."""
     results = bench.Results()
     for ours, limit in [(10, 10), (30, 40), (90, 60)]:
         results.add("7_queue", "shm", 64, ours)

@@ -1,5 +1,7 @@
 """What the tests share: building the programs, running servers and clients."""
 
+import concurrent.futures
+import contextlib
 import os
 import pty
 import re
@@ -197,6 +199,31 @@ class Server:
         assert status == 0, client.output + "\nserver:\n" + self.process.output
         assert SUCCESS[self.program] in client.output
         return client
+
+    @contextlib.contextmanager
+    def others(self, *args, count=2):
+        """Clients that come one after the other, `count` of them at any time,
+        while the block runs. Every one of them must succeed."""
+        stopping = threading.Event()
+
+        def keep_coming():
+            while True:
+                self.check_client(*args)
+                if stopping.is_set():
+                    return
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            clients = [pool.submit(keep_coming) for _ in range(count)]
+            try:
+                yield
+            finally:
+                stopping.set()
+                for client in clients:
+                    client.result()
+
+    def errors(self):
+        """What the server has printed about errors."""
+        return re.findall(r"^(?:\[\d+\] )?error: .*", self.process.output, re.M)
 
     def stop(self, signum=signal.SIGTERM):
         """Ends the server as a user would, and checks how it ends."""

@@ -1,14 +1,15 @@
 // A sender for the tests: puts any bytes on the wire, as a client of the
-// programs in src or as somebody who is none.
+// programs in src or as a stranger.
 //
-// Usage: sender SERVER_ADDRESS
-// Prints "address HEX", its own. Then obeys standard input, a command a line:
-//   peer HEX      sends to this address from now on
-//   send HEX      sends these bytes; prints "sent", or "failed: ..."
-//   zeros N       sends N zero bytes; likewise
-//   wait HEX      waits for a message that begins so; prints "received HEX"
-// and ends, closing nothing, at the end of its input. It never waits for more
-// than 5 s.
+// Usage: sender [ADDRESS]
+// Sends to this address. Prints "address HEX", its own. Then it obeys standard
+// input, a command a line:
+//   peer HEX   sends to this address from now on
+//   send HEX   sends these bytes, or an empty message; prints "sent", or
+//              "failed: ..."
+//   wait       waits for the next message; prints "received HEX"
+// It takes part in the network only while it obeys a command, and never waits
+// for more than 20 s. At the end of its input it ends without closing anything.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -18,12 +19,17 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
-#include <time.h>
 #include <unistd.h>
 
+#include <chrono>
+#include <deque>
 #include <iostream>
+#include <sstream>
 #include <string>
 #include <vector>
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
 
 void Check(ssize_t ret, const char* what) {
   if (ret >= 0) return;
@@ -50,32 +56,34 @@ std::string ToHex(const uint8_t* bytes, size_t size) {
   return hex;
 }
 
+struct Operation {
+  struct fi_context2 context = {};  // must come first
+  std::vector<uint8_t> bytes;
+  size_t len = 0;
+  bool done = false;
+  std::string error;
+};
+
 struct Sender {
   struct fid_ep* ep = nullptr;
   struct fid_cq* cq = nullptr;
   struct fid_av* av = nullptr;
-  fi_addr_t server = 0;
-  bool sent = false;
-  bool received = false;
-  std::string error;
-  size_t len = 0;
-  char send_context[64];
-  char recv_context[64];
-  std::vector<uint8_t> inbox = std::vector<uint8_t>(1 << 20);
+  fi_addr_t peer = 0;
+  std::deque<Operation> ops;  // all that there ever were
+  Operation* recv = nullptr;
 
   void Poll() {
     struct fi_cq_data_entry entry;
     ssize_t ret = fi_cq_read(cq, &entry, 1);
     if (ret == -FI_EAVAIL) {
       struct fi_cq_err_entry failure = {};
-      if (fi_cq_readerr(cq, &failure, 0) == 1) {
-        error = fi_strerror(failure.err);
-      }
-    } else if (ret == 1 && entry.op_context == send_context) {
-      sent = true;
-    } else if (ret == 1 && entry.op_context == recv_context) {
-      received = true;
-      len = entry.len;
+      ret = fi_cq_readerr(cq, &failure, 0);
+      if (ret != 1 || failure.op_context == nullptr) return;
+      static_cast<Operation*>(failure.op_context)->error =
+          fi_strerror(failure.err);
+    } else if (ret == 1 && entry.op_context != nullptr) {
+      static_cast<Operation*>(entry.op_context)->len = entry.len;
+      static_cast<Operation*>(entry.op_context)->done = true;
     } else if (ret != -FI_EAGAIN) {
       Check(ret, "fi_cq_read");
     }
@@ -83,56 +91,60 @@ struct Sender {
 
   void SetPeer(const std::string& hex) {
     std::vector<uint8_t> address = FromHex(hex);
-    Check(fi_av_insert(av, address.data(), 1, &server, 0, nullptr) - 1,
+    Check(fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) - 1,
           "fi_av_insert");
   }
 
   void PostRecv() {
-    received = false;
-    Check(fi_recv(ep, inbox.data(), inbox.size(), nullptr, FI_ADDR_UNSPEC,
-                  recv_context),
+    recv = &ops.emplace_back();
+    recv->bytes.resize(1 << 16);
+    Check(fi_recv(ep, recv->bytes.data(), recv->bytes.size(), nullptr,
+                  FI_ADDR_UNSPEC, recv),
           "fi_recv");
   }
 
-  void Send(const std::vector<uint8_t>& bytes) {
-    sent = false;
-    error.clear();
-    time_t end = time(nullptr) + 5;
-    ssize_t ret;
-    do {
-      ret = fi_send(ep, bytes.data(), bytes.size(), nullptr, server,
-                    send_context);
-      Poll();
-    } while (ret == -FI_EAGAIN && time(nullptr) < end);
-    if (ret != 0) error = fi_strerror(static_cast<int>(-ret));
-    while (!sent && error.empty() && time(nullptr) < end) Poll();
-    printf("%s\n", sent ? "sent" : ("failed: " + error).c_str());
+  void Send(const std::string& hex) {
+    Operation& send = ops.emplace_back();
+    send.bytes = FromHex(hex);
+    ssize_t ret = -FI_EAGAIN;
+    for (auto end = Clock::now() + 20s; Clock::now() < end; Poll()) {
+      if (ret == -FI_EAGAIN) {
+        ret = fi_send(ep, send.bytes.data(), send.bytes.size(), nullptr, peer,
+                      &send);
+      }
+      if (ret != 0 && ret != -FI_EAGAIN) {
+        send.error = fi_strerror(static_cast<int>(-ret));
+      }
+      if (send.done || !send.error.empty()) break;
+    }
+    printf("%s\n", send.done ? "sent" : ("failed: " + send.error).c_str());
   }
 
-  void Wait(const std::string& beginning) {
-    for (time_t end = time(nullptr) + 5; time(nullptr) < end;) {
-      Poll();
-      if (!received) continue;
-      std::string hex = ToHex(inbox.data(), len);
-      PostRecv();
-      if (hex.compare(0, beginning.size(), beginning) == 0) {
-        printf("received %s\n", hex.c_str());
-        return;
-      }
+  void Wait() {
+    auto end = Clock::now() + 20s;
+    while (!recv->done && recv->error.empty() && Clock::now() < end) Poll();
+    if (!recv->done) {
+      printf("nothing received: %s\n", recv->error.c_str());
+      return;
     }
-    printf("nothing received\n");
+    printf("received %s\n", ToHex(recv->bytes.data(), recv->len).c_str());
+    PostRecv();
   }
 };
 
 int main(int argc, char** argv) {
-  if (argc != 2) return 2;
+  if (argc > 2) return 2;
   setvbuf(stdout, nullptr, _IOLBF, 0);
+  // The same hints as those of the programs, where they matter for the choice
+  // of the provider.
   struct fi_info* hints = fi_allocinfo();
-  hints->caps = FI_MSG;
+  hints->caps = FI_MSG | FI_RMA;
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode =
       FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  hints->tx_attr->msg_order = FI_ORDER_SAS;
+  hints->rx_attr->msg_order = FI_ORDER_SAS;
   struct fi_info* info = nullptr;
   Check(fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints, &info),
         "fi_getinfo");
@@ -154,19 +166,18 @@ int main(int argc, char** argv) {
   uint8_t name[256];
   size_t name_size = sizeof(name);
   Check(fi_getname(&sender.ep->fid, name, &name_size), "fi_getname");
-  sender.SetPeer(argv[1]);
+  if (argc == 2) sender.SetPeer(argv[1]);
   sender.PostRecv();
   printf("address %s\n", ToHex(name, name_size).c_str());
 
-  std::string command;
-  std::string argument;
-  while (std::cin >> command >> argument) {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    std::string command;
+    std::string argument;
+    std::istringstream(line) >> command >> argument;
     if (command == "peer") sender.SetPeer(argument);
-    if (command == "send") sender.Send(FromHex(argument));
-    if (command == "zeros") {
-      sender.Send(std::vector<uint8_t>(std::stoul(argument)));
-    }
-    if (command == "wait") sender.Wait(argument);
+    if (command == "send") sender.Send(argument);
+    if (command == "wait") sender.Wait();
   }
   _exit(0);
 }

@@ -1,19 +1,32 @@
-"""Messages that no client of ours would send."""
+"""Messages that no client of ours would send. They cost their sender its session,
+and others nothing: in each test, other clients come and go meanwhile."""
 
+import contextlib
+import re
+import socket
 import struct
+import time
 
 import pytest
 
-from conftest import PROGRAMS, SUCCESS
+from conftest import LIBFABRIC_LEAKS, PROGRAMS, QUICK
 
-CONNECT, ACCEPT, BUSY, BYE, TEXT = 1, 2, 3, 4, 5
-RANDOM_FILL = 5
-SESSION = 0x1122334455667788
+CONNECT, ACCEPT, BYE, TEXT, RANDOM_FILL, PROGRESS = 1, 2, 3, 4, 4, 5
 HUGE = 2**64 - 1
+LONGEST = 65536  # bytes of a message
+
+# Sanitizers find what a bad message does, and the plain programs do the same.
+pytestmark = pytest.mark.builds("sanitized")
+two_providers = pytest.mark.parametrize("provider", ["", "shm"],
+                                        ids=["default", "shm"])
+# What the other clients do. It takes a moment, so that bad messages come while
+# they are at it.
+OTHERS = {**QUICK, "5_reverse": ["0123456789" * 6000],
+          "6_write": ["65536", "100"], "7_queue": ["65536", "100", "10"]}
 
 
-def base(type_, session=SESSION):
-    return struct.pack("<IIQ", type_, 0, session)
+def base(type_):
+    return struct.pack("<I", type_)
 
 
 class FakeClient:
@@ -21,6 +34,7 @@ class FakeClient:
 
     def __init__(self, run, server):
         self.server = server
+        self.number = None
         self.process = run(["build/sender", server.address], server.provider,
                            stdin=-1)
         self.address = bytes.fromhex(
@@ -29,186 +43,355 @@ class FakeClient:
     def command(self, line, answer):
         already = len(self.process.lines)
         self.process.write(line)
-        self.process.wait_for("^" + answer, after=already)
+        return self.process.wait_for("^" + answer, 30, after=already)
 
-    def send(self, message):
-        if message:
-            self.command("send " + message.hex(), "sent")
-        else:
-            self.command("zeros 0", "sent")
+    def send(self, message, answer="sent"):
+        self.command("send " + message.hex(), answer)
 
-    def connect(self, address=None, addr_size=None, mrs=None, num_mr=None,
-                session=SESSION):
+    def peer(self, hex_address):
+        self.process.write("peer " + hex_address)
+
+    def receive(self):
+        return bytes.fromhex(self.command("wait", "received (.*)")[1])
+
+    def connect(self, address=None, addr_size=None, mrs=((0, 1 << 20, 1),),
+                num_mr=None):
         """A CONNECT; for 6 and 7 with memory regions."""
         address = self.address if address is None else address
-        message = base(CONNECT, session) + struct.pack(
-            "<Q256s", len(address) if addr_size is None else addr_size,
-            address)
+        message = base(CONNECT) + struct.pack(
+            "<I256s", len(address) if addr_size is None else addr_size, address)
         if self.server.program in ("6_write", "7_queue"):
-            mrs = [(0, 1 << 20, 1)] if mrs is None else mrs
             message += struct.pack("<Q", len(mrs) if num_mr is None else num_mr)
             message += b"".join(struct.pack("<QQQ", *mr) for mr in mrs).ljust(
                 16 * 24, b"\0")
         return message
 
     def open_session(self, **kwargs):
-        """Sends a CONNECT, and what comes next to the address of the ACCEPT."""
+        """Sends a CONNECT, and whatever comes next to the address of the
+        ACCEPT."""
+        already = len(self.server.process.lines)
+        self.peer(self.server.address)
         self.send(self.connect(**kwargs))
-        self.command("wait 02", "received ")
-        accept = bytes.fromhex(
-            self.process.output.splitlines()[-1].split()[-1])
-        (size,) = struct.unpack_from("<Q", accept, 16)
-        self.process.write("peer " + accept[24:24 + size].hex())
+        self.number = self.server.process.wait_for(
+            r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + "$",
+            after=already)[1]
+        accept = self.receive()
+        assert accept[:4] == base(ACCEPT)
+        (size,) = struct.unpack_from("<I", accept, 4)
+        self.peer(accept[8:8 + size].hex())
+
+    def expect(self, line, timeout=30):
+        """Waits for what the server prints about this client."""
+        self.server.process.wait_for(rf"^\[{self.number}\] {line}", timeout)
 
 
-def fill(program, session, page_size=4096, indices=(0, 1), num_pages=None, context=7,
+def fill(program, page_size=4096, indices=(0, 1), num_pages=None, context=7,
          repeat=1, tail=b""):
-    message = base(RANDOM_FILL, session) + struct.pack(
-        "<IIQQQ", context, 0, 42, page_size,
+    message = base(RANDOM_FILL) + struct.pack(
+        "<IQQQ", context, 42, page_size,
         len(indices) if num_pages is None else num_pages)
     if program == "7_queue":
         message += struct.pack("<Q", repeat)
     return message + struct.pack(f"<{len(indices)}I", *indices) + tail
 
 
-def expect_error(server, count):
-    """Waits for the server's count-th error."""
-    server.process.wait_for("^error: (the client's turn is over: )?bad message: ",
-                            count=count)
+@contextlib.contextmanager
+def others(server):
+    with server.others(*OTHERS[server.program], count=1):
+        server.process.wait_for(r"^\[1\] Received CONNECT")
+        yield
 
 
-providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                    ids=["default", "shm"])
-
-
-@providers
+@two_providers
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_at_the_door(run, serve, program, provider):
     """Messages that open no session."""
     server = serve(program, provider)
     client = FakeClient(run, server)
-    messages = [b""]
-    if program != "4_hello":
+    if program == "4_hello":
+        # Any message is a text.
+        for message in [b"", b"\0", b"\xff\xfe", b"x" * LONGEST]:
+            client.send(message)
+            server.process.wait_for(f"^Received {len(message)} bytes: ")
+        messages = []
+    else:
         connect = client.connect()
-        messages += [
-            b"x", base(CONNECT)[:-1], base(0), base(99), base(2**32 - 1),
+        messages = [
+            b"", b"x", base(CONNECT)[:-1], base(0), base(99), base(2**32 - 1),
             base(CONNECT), connect[:-1], connect + b"x",
-            client.connect(addr_size=257), client.connect(addr_size=HUGE),
-            base(TEXT) + b"text", base(BYE), base(BUSY)]
+            client.connect(addr_size=257), client.connect(addr_size=2**32 - 1),
+            base(TEXT) + b"text", base(BYE), base(ACCEPT) + connect[4:],
+            b"\0" * LONGEST]
     if program in ("6_write", "7_queue"):
-        messages += [client.connect(num_mr=17), client.connect(num_mr=HUGE)]
-    for count, message in enumerate(messages, 1):
-        client.send(message)
-        expect_error(server, count)
-    if program != "4_hello":
-        # As long as what the server can receive, and longer. The shm provider
-        # of libfabric 1.17 never returns from the latter (smr_cma_loop).
-        client.command("zeros 1048576", "sent")
-        expect_error(server, len(messages) + 1)
+        messages += [client.connect(num_mr=17), client.connect(num_mr=HUGE),
+                     client.connect(num_mr=0), connect[:264], fill(program)]
+    with others(server) if messages else contextlib.nullcontext():
+        for count, message in enumerate(messages, 1):
+            client.send(message)
+            server.process.wait_for(r"^(\[\d+\] )?error: bad message: ",
+                                    count=count)
+    # The shm provider of libfabric 1.17 never returns from a message that is
+    # longer than the RECV (smr_cma_loop).
     if provider != "shm":
-        client.command("zeros 1048577", "(sent|failed)")
-        server.process.wait_for("error: bad message: (RECV failed|the message)")
+        client.send(b"\0" * (LONGEST + 1), "(sent|failed)")
+        server.process.wait_for("^error: RECV failed")
     server.check_client()
     server.stop()
 
 
-def session_messages(program, session):
+def session_messages(program):
     """What is wrong, and the messages of a session that end it."""
     if program == "5_reverse":
+        text = base(TEXT) + b"text"
         return {
-            "short": b"x",
-            "empty": b"",
-            "type": base(99, session),
-            "empty text": base(TEXT, session),
-            "other session": base(TEXT, session + 1) + b"text",
-            "BYE too early": base(BYE, session),
-            "second CONNECT": base(CONNECT, session),
+            "short": [b"x"],
+            "empty": [b""],
+            "type": [base(99)],
+            "empty text": [base(TEXT)],
+            "CONNECT": [base(CONNECT) + bytes(260)],
+            "ACCEPT": [base(ACCEPT) + bytes(260)],
+            "second text": [text, text],
         }
-    good = fill(program, session)
+    good = fill(program)
     messages = {
-        "short": good[:20],
-        "no indices": good[:-8],
-        "indices cut short": good[:-1],
-        "too many indices": good + b"\0\0\0\0",
-        "type": base(99, session),
-        "other session": base(RANDOM_FILL, session + 1) + good[16:],
-        "BYE too early": base(BYE, session),
-        "no pages": fill(program, session, indices=()),
-        "num_pages": fill(program, session, num_pages=3),
-        "num_pages overflows": fill(program, session, num_pages=2**62 + 2),
-        "num_pages huge": fill(program, session, num_pages=HUGE),
-        "page_size 0": fill(program, session, page_size=0),
-        "page_size odd": fill(program, session, page_size=4095),
-        "page_size huge": fill(program, session, page_size=HUGE - 7),
-        "product overflows": fill(program, session, page_size=2**63),
-        "too much": fill(program, session, page_size=2**30),
-        "index": fill(program, session, indices=(0, 256)),
-        "index huge": fill(program, session, indices=(2**32 - 1, 0)),
-        "no context": fill(program, session, context=0),
+        "empty": [b""],
+        "short": [good[:20]],
+        "no indices": [good[:-8]],
+        "indices cut short": [good[:-1]],
+        "too many indices": [good + base(0)],
+        "type": [base(99)],
+        "CONNECT": [base(CONNECT) + good[4:]],
+        "PROGRESS": [base(PROGRESS)],
+        "no pages": [fill(program, indices=())],
+        "num_pages": [fill(program, num_pages=3)],
+        "num_pages overflows": [fill(program, num_pages=2**62 + 2)],
+        "num_pages huge": [fill(program, num_pages=HUGE)],
+        "page_size 0": [fill(program, page_size=0)],
+        "page_size odd": [fill(program, page_size=4095)],
+        "page_size huge": [fill(program, page_size=HUGE - 7)],
+        "page_size too large": [fill(program, page_size=(16 << 20) + 8)],
+        "product overflows": [fill(program, page_size=2**63)],
+        "too much": [fill(program, page_size=16 << 20, indices=[0] * 33)],
+        "index": [fill(program, indices=(0, 256))],
+        "index huge": [fill(program, indices=(2**32 - 1, 0))],
+        "no context": [fill(program, context=0)],
+        "page larger than region": [fill(program, page_size=2 << 20,
+                                         indices=[0])],
+        "longest": [fill(program, page_size=8,
+                         indices=[2**30] * 16374).ljust(LONGEST, b"\0")],
     }
     if program == "7_queue":
-        messages["no repeat"] = fill(program, session, repeat=0)
-        messages["repeat huge"] = fill(program, session, repeat=HUGE)
+        messages["no repeat"] = [fill(program, repeat=0)]
+        messages["repeat huge"] = [fill(program, repeat=HUGE)]
     return messages
 
 
-@providers
+@two_providers
 @pytest.mark.parametrize("program", PROGRAMS[1:])
 def test_in_a_session(run, serve, program, provider):
-    """Messages of a client whose turn it is. They cost it its turn."""
+    """Messages that end the session of their sender."""
     server = serve(program, provider)
     client = FakeClient(run, server)
-    door = server.address
-    for count, what in enumerate(session_messages(program, 0), 1):
-        client.process.write("peer " + door)
-        client.open_session(session=count)
-        client.send(session_messages(program, count)[what])
-        expect_error(server, count)
+    bad = session_messages(program)
+    with others(server):
+        for what, messages in bad.items():
+            client.open_session()
+            for message in messages:
+                client.send(message)
+            client.expect("error: bad message: ")
+            assert len(server.errors()) == list(bad).index(what) + 1
     server.check_client()
     server.stop()
 
 
-@providers
+@two_providers
+@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+def test_regions(run, serve, program, provider):
+    """What is wrong lies in the regions of the CONNECT."""
+    server = serve(program, provider)
+    client = FakeClient(run, server)
+    cases = {
+        "the second is too small":
+            ([(0, 8192, 1), (0, 4096, 2)], fill(program)),
+        "the last is empty":
+            ([(0, 8192, 1)] * 15 + [(0, 0, 2)], fill(program)),
+        "together they are too much":
+            ([(0, HUGE, 1)] * 16,
+             fill(program, page_size=16 << 20, indices=[0, 0, 0])),
+    }
+    with others(server):
+        for mrs, message in cases.values():
+            client.open_session(mrs=mrs)
+            client.send(message)
+            client.expect("error: bad message: ")
+    server.check_client()
+    server.stop()
+
+
+@two_providers
+@pytest.mark.parametrize("program", PROGRAMS[1:])
+def test_bye(run, serve, program, provider):
+    """A client may leave at any moment. The server says no more than it has
+    done."""
+    server = serve(program, provider)
+    client = FakeClient(run, server)
+    with others(server):
+        client.open_session()
+        client.send(base(BYE))
+        client.expect("Done")
+        if program == "5_reverse":
+            request = base(TEXT) + b"x" * 60000
+        else:
+            request = fill(program, 1 << 20, indices=[0] * 200)
+        client.open_session()
+        client.send(request)
+        client.send(base(BYE))
+        client.expect("Done")
+        assert not re.search(rf"^\[{client.number}\] .*100%",
+                             server.process.output, re.M)
+    assert not server.errors()
+    server.check_client()
+    server.stop()
+
+
+@two_providers
 @pytest.mark.parametrize("program", PROGRAMS[1:])
 def test_impossible_addresses(run, serve, program, provider):
-    """A CONNECT from nowhere."""
-    server = serve(program, provider)
+    """CONNECTs from nowhere."""
+    server = serve(program, provider, **LIBFABRIC_LEAKS)
     client = FakeClient(run, server)
-    for count, address in enumerate(
-            [b"", b"\1", client.address[:-1], client.address + b"\1"], 1):
-        client.send(client.connect(address=address, session=count))
-        expect_error(server, count)
+    wrong = [b"", b"\1", client.address[:-1], client.address + b"\1",
+             b"\xff" * 256, b"f" * 256, b"\0" * 15]
+    with others(server):
+        for count, address in enumerate(wrong, 1):
+            client.send(client.connect(address=address))
+            server.process.wait_for(r"^(\[\d+\] )?error: .* is no address",
+                                    count=count)
+        # The server may answer itself.
+        client.send(client.connect(address=bytes.fromhex(server.address)))
+        server.process.wait_for(r"^(\[\d+\] )?error: bad message: ")
     server.check_client()
     server.stop()
 
 
-@pytest.mark.builds("sanitized")  # it takes long
-@providers
+def dead_addresses(provider):
+    """Well-formed addresses where nobody is, and what must stay open meanwhile:
+    a port that nobody listens to, one that takes connections without a word, and
+    names of shared memory."""
+    if provider == "shm":
+        return [b"fi_shm://1:0:0\0", b"fi_shm://nobody\0", b"f\0",
+                b"f/../x\0"], contextlib.nullcontext()
+    mute = socket.create_server(("127.0.0.1", 0))
+    port = struct.pack(">H", mute.getsockname()[1])
+    return [b"\2\0\0\x09\x7f\0\0\1" + bytes(8),
+            b"\2\0" + port + b"\x7f\0\0\1" + bytes(8),
+            b"\2\0" + port + b"\x7f\0\0\1" + bytes(8),
+            b"\2\0\0\x09\xff\xff\xff\xff" + bytes(8)], mute
+
+
+@two_providers
+@pytest.mark.parametrize("program", PROGRAMS[1:])
+def test_dead_addresses(run, serve, program, provider):
+    """CONNECTs from addresses that are well-formed, but nobody is there. Waiting
+    for one would take 10 s."""
+    server = serve(program, provider, **LIBFABRIC_LEAKS)
+    client = FakeClient(run, server)
+    addresses, keep_open = dead_addresses(provider)
+    with keep_open:
+        for address in addresses:
+            client.send(client.connect(address=address))
+        for _ in range(2):
+            other = server.check_client(*OTHERS[program])
+            assert other.seconds < 8
+        server.process.wait_for(r"^(\[\d+\] )?error: ", 30, count=4)
+    server.check_client()
+    assert len(server.errors()) == 4
+    server.stop()
+
+
+@two_providers
 @pytest.mark.parametrize("program", ["6_write", "7_queue"])
 def test_memory_that_is_not_there(run, serve, program, provider):
     """Regions that the client has not registered."""
     server = serve(program, provider)
     client = FakeClient(run, server)
-    client.open_session(mrs=[(0xdead000, 1 << 40, 0x1234)])
-    client.send(fill(program, SESSION))
-    server.process.wait_for("^error: the client's turn is over: ")
+    with others(server):
+        client.open_session(mrs=[(0xdead000, 1 << 40, 0x1234)])
+        client.send(fill(program))
+        client.expect("error: ")
+    assert len(server.errors()) == 1
     server.check_client()
     server.stop()
 
 
-@pytest.mark.builds("sanitized")  # it takes long
-@providers
+@two_providers
 @pytest.mark.parametrize("program", PROGRAMS[1:])
-def test_silent_client(run, serve, program, provider):
-    """A client that says nothing after its CONNECT. Others have to wait, but no
-    longer than the limit of 10 s."""
+def test_silent_clients(run, serve, program, provider):
+    """Four clients that say nothing after their CONNECT. The server ends them
+    after the limit of 10 s, with a line each. They cost the others nothing."""
     server = serve(program, provider)
-    client = FakeClient(run, server)
-    client.open_session()
-    next_client = server.start_client(*(["8", "1"] if program != "5_reverse"
-                                        else []))
-    assert next_client.wait(15) == 0, next_client.output
-    assert "The server is busy" in next_client.output
-    assert SUCCESS[program] in next_client.output
-    assert server.process.output.count("error: ") == 1
+    clients = [FakeClient(run, server) for _ in range(4)]
+    for client in clients[:2]:
+        client.open_session()
+    # These do not even look at the ACCEPT.
+    for client in clients[2:]:
+        client.send(client.connect())
+    server.process.wait_for("Received CONNECT", count=4)
+    started = time.monotonic()
+    other = server.check_client(*OTHERS[program])
+    assert other.seconds < 8
+    with others(server):
+        server.process.wait_for(
+            r"^\[\d+\] error: waiting for the client: nothing has happened for "
+            "10 s", 30, count=4)
+    assert time.monotonic() - started > 5
+    assert len(server.errors()) == 4
+    server.check_client()
     server.stop()
+
+
+# ---- Answers that no server of ours would give ----
+
+class FakeServer(FakeClient):
+    """Answers a client with whatever bytes a test makes up."""
+
+    def __init__(self, run, build, program, provider):
+        self.process = run(["build/sender"], provider, stdin=-1)
+        self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
+        self.client = run([f"{build}/{program}", self.address,
+                           *OTHERS[program]], provider)
+        connect = self.receive()
+        assert connect[:4] == base(CONNECT)
+        (size,) = struct.unpack_from("<I", connect, 4)
+        self.peer(connect[8:8 + size].hex())
+        self.rest = connect[8 + 256:]
+
+    def accept(self, address=None, addr_size=None):
+        address = bytes.fromhex(self.address) if address is None else address
+        return base(ACCEPT) + struct.pack(
+            "<I256s", len(address) if addr_size is None else addr_size,
+            address) + bytes(len(self.rest))
+
+
+@two_providers
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+def test_bad_answers(run, build, program, provider):
+    """A client does not believe everything either."""
+    answers = {
+        "empty": lambda server: [b""],
+        "type": lambda server: [base(99) + server.accept()[4:]],
+        "short": lambda server: [server.accept()[:-1]],
+        "addr_size": lambda server: [server.accept(addr_size=257)],
+        "no address": lambda server: [server.accept(address=b"")],
+        "BYE": lambda server: [server.accept(), base(BYE) * 2],
+        "second ACCEPT": lambda server: [server.accept(), server.accept()],
+        "not its text": lambda server: [server.accept(), base(TEXT) + b"x"],
+    }
+    servers = {what: FakeServer(run, build, program, provider)
+               for what in answers}
+    for what, server in servers.items():
+        for message in answers[what](server):
+            server.send(message, "(sent|failed)")
+    for what, server in servers.items():
+        assert server.client.wait(30) == 1, (what, server.client.output)
+        assert "error: " in server.client.output, what

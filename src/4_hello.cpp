@@ -40,7 +40,7 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kApiVersion =
     std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
 
-// What this program uses of libfabric: messages.
+// What this program uses of libfabric: the capabilities of fi_getinfo(3).
 constexpr uint64_t kCaps = FI_MSG;
 
 constexpr size_t kMaxAddressSize = 256;        // bytes
@@ -365,7 +365,7 @@ Domain::~Domain() {
 }
 
 // Tells the adapter about a buffer: which operations may use it from now on
-// (FI_SEND, FI_RECV; see fi_mr(3)).
+// (FI_SEND, FI_RECV ...; see fi_mr(3)).
 void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
   struct fi_mr_attr attr = {};

@@ -52,7 +52,7 @@ using Clock = std::chrono::steady_clock;
 constexpr uint32_t kApiVersion =
     std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
 
-// What this program uses of libfabric: messages and WRITEs.
+// What this program uses of libfabric: the capabilities of fi_getinfo(3).
 constexpr uint64_t kCaps = FI_MSG | FI_RMA;
 
 constexpr size_t kMaxAddressSize = 256;        // bytes
@@ -553,7 +553,7 @@ Domain::~Domain() {
 }
 
 // Tells the adapter about a buffer: which operations may use it from now on
-// (FI_SEND, FI_RECV, FI_WRITE, FI_REMOTE_WRITE; see fi_mr(3)).
+// (FI_SEND, FI_RECV ...; see fi_mr(3)).
 void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
   struct fi_mr_attr attr = {};
@@ -1079,15 +1079,18 @@ void PrintClientCommand(const char* program, const Network& net) {
          ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
 }
 
-// Prints a line about a client. The number says which one. On a terminal, one
-// that shows progress is rewritten by the next one about the same client.
+// Prints a line about a client. The number says which one. On a terminal, a
+// line that shows progress is replaced by the next line about the same client.
 void PrintLine(FILE* file, size_t number, const std::string& text,
                bool progress = false) {
   static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
-  if (open_line != 0) printf(open_line == number && progress ? "\r" : "\n");
+  if (open_line != 0) {
+    printf(open_line == number ? "\r\033[K" : "\n");
+    fflush(stdout);
+  }
   progress &= isatty(fileno(file)) == 1;
   open_line = progress ? number : 0;
-  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "\033[K" : "\n");
+  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
   fflush(file);
 }
 

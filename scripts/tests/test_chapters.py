@@ -436,8 +436,8 @@ Received 13 bytes: Hello, world!
 
 ```console
 $ FI_PROVIDER=nonsense ./build/4_hello
-error: fi_getinfo: no interface offers what this program needs with FI_PROVIDER=\
-nonsense; `fi_info -t FI_EP_RDM` lists what there is
+error: FI_PROVIDER='nonsense' fi_getinfo finds no interface that can do what this \
+program needs (`fi_info -t FI_EP_RDM` lists what there is): No data available
 $ echo $?
 1
 ```

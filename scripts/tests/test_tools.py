@@ -232,12 +232,14 @@ def test_progress_on_a_terminal():
             output += os.read(master, 65536)
         address = re.search(rb"command:\r\n.* ([0-9a-f]+)\r\n", output)[1]
         subprocess.run(["build/7_queue", address.decode(), "65536", "1000",
-                        "30"], cwd=ROOT, check=True, capture_output=True)
+                        "100"], cwd=ROOT, check=True, capture_output=True)
         while not re.search(rb"WRITE: 100%[^\r\n]*\r\n", output):
             output += os.read(master, 65536)
     finally:
         server.send_signal(signal.SIGTERM)
         assert server.wait(10) == 0
         os.close(master)
-    assert output.count(b"\r[") >= 2
-    assert output.count(b"Mpps") == output.count(b"\r[")
+    # Each line but the first replaces the one before it.
+    replaced = output.count(b"\r\x1b[K[1] [")
+    assert replaced >= 1
+    assert output.count(b"Mpps") == replaced + 1

@@ -34,6 +34,7 @@ OTHERS = {**QUICK, "6_write": ["65536", "100"], "7_queue": ["65536", "100", "10"
 KILLS = int(os.environ.get("KILLS", "6"))
 
 
+@pytest.mark.builds("sanitized")  # it takes long
 @two_providers
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_killed_clients(serve, program, provider):
@@ -56,9 +57,9 @@ def test_killed_clients(serve, program, provider):
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "shm"],
-                         ids=lambda p: p or "default")
-@pytest.mark.parametrize("program", ["5_reverse", "6_write", "7_queue"])
+@pytest.mark.parametrize(
+    "program,provider", [("5_reverse", ""), ("6_write", "")] +
+    [("7_queue", provider) for provider in PROVIDERS if provider != "shm"])
 def test_stopped_clients(serve, program, provider):
     """Four clients that are stopped, in the middle of the handshake or of a
     transfer. They cost the others nothing, and their sessions end after the limit
@@ -177,6 +178,7 @@ def test_signals(run, serve, build, program, provider):
         client.signal(signal.SIGKILL)  # what it says: test_server_gone
 
 
+@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.parametrize("side", ["server", "client"])
 def test_second_signal(build, program, side):

@@ -290,7 +290,7 @@ def dead_addresses(provider):
 
 
 @two_providers
-@pytest.mark.parametrize("program", PROGRAMS[1:])
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
 def test_dead_addresses(run, serve, program, provider):
     """CONNECTs from addresses that are well-formed, but nobody is there. Waiting
     for one would take 10 s."""
@@ -310,14 +310,14 @@ def test_dead_addresses(run, serve, program, provider):
 
 
 @two_providers
-@pytest.mark.parametrize("program", ["6_write", "7_queue"])
-def test_memory_that_is_not_there(run, serve, program, provider):
-    """Regions that the client has not registered."""
-    server = serve(program, provider)
+def test_memory_that_is_not_there(run, serve, provider):
+    """Regions that the client has not registered. It does not even look at what
+    the server WRITEs."""
+    server = serve("7_queue", provider)
     client = FakeClient(run, server)
     with others(server):
         client.open_session(mrs=[(0xdead000, 1 << 40, 0x1234)])
-        client.send(fill(program))
+        client.send(fill("7_queue"))
         client.expect("error: ")
     assert len(server.errors()) == 1
     server.check_client()
@@ -325,7 +325,7 @@ def test_memory_that_is_not_there(run, serve, program, provider):
 
 
 @two_providers
-@pytest.mark.parametrize("program", PROGRAMS[1:])
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
 def test_silent_clients(run, serve, program, provider):
     """Four clients that say nothing after their CONNECT. The server ends them
     after the limit of 10 s, with a line each. They cost the others nothing."""

@@ -14,7 +14,7 @@ ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
 # How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
-CLIENTS = int(os.environ.get("CLIENTS", "60"))
+CLIENTS = int(os.environ.get("CLIENTS", "40"))
 
 
 def check_all(server, clients, timeout=120):
@@ -53,6 +53,7 @@ def test_data(serve, program, provider):
 LONGEST = {"4_hello": 65536, "5_reverse": 65532}  # bytes
 
 
+@pytest.mark.builds("sanitized")  # it takes long
 @pytest.mark.parametrize("provider", **ids)
 @pytest.mark.parametrize("program", LONGEST)
 def test_texts(serve, program, provider):
@@ -73,6 +74,7 @@ SIZES = [(8, 1), (8, 10000), (64, 16000), (4096, 1), (65528, 17),
          (1 << 20, 3), (8 << 20, 1)]
 
 
+@pytest.mark.builds("sanitized")  # it takes long
 @pytest.mark.parametrize("provider", **ids)
 @pytest.mark.parametrize("program", ["6_write", "7_queue"])
 def test_sizes(serve, program, provider):
@@ -144,6 +146,7 @@ def test_eagain(serve, provider):
     server.stop()
 
 
+@pytest.mark.builds("sanitized")  # it takes long
 @pytest.mark.parametrize("provider", **ids)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_four_clients(serve, program, provider):
@@ -174,7 +177,7 @@ def test_crowd(serve, program, args, provider):
 
 @pytest.mark.builds("plain")
 @two_providers
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
 def test_server_stood_still(serve, program, provider):
     """Clients that come while the server is stopped are served afterwards. For a
     client, silence begins to mean something after 10 s."""
@@ -191,14 +194,16 @@ def test_server_stood_still(serve, program, provider):
 @two_providers
 def test_waiting_is_not_silence(serve, provider):
     """One client has all the memory and the time of the server for longer than
-    the limit of 10 s. Seven others wait for memory, one more for an ACCEPT."""
+    the limit of 10 s. Seven others wait for memory, and ten for an ACCEPT: more
+    than the listener has RECVs."""
     server = serve("7_queue", provider)
     greedy = server.start_client(str(16 << 20), "16", "1000000")
     server.process.wait_for("Registered ")
     waiting = [server.start_client("4096", "10", "1") for _ in range(7)]
     server.process.wait_for("Received RandomFill", count=8)
-    waiting.append(server.start_client("4096", "10", "1"))
-    waiting[-1].wait_for("Sent CONNECT")
+    waiting += [server.start_client("4096", "10", "1") for _ in range(10)]
+    for client in waiting:
+        client.wait_for("Sent CONNECT", 30)
     time.sleep(12)
     for client in [greedy, *waiting]:
         assert client.popen.poll() is None, client.output
@@ -235,18 +240,17 @@ def memory(server):
 @pytest.mark.parametrize("program,args", [("5_reverse", []),
                                           ("7_queue", ["8", "1", "1"])])
 def test_one_after_the_other(serve, program, args):
-    """Many clients, none of which leaves anything behind in the server. Two come
-    at a time."""
+    """Many clients, none of which leaves anything behind in the server."""
     server = serve(program)
-    half = []
-    for _ in range(CLIENTS // 2):
-        check_all(server, [server.start_client(*args) for _ in range(2)])
-        half.append(memory(server))
-    print(f"VmRSS in kB: {half[0]}, {half[len(half) // 2]}, {half[-1]}")
+    used = []
+    for _ in range(CLIENTS):
+        check_all(server, [server.start_client(*args)])
+        used.append(memory(server))
     # libfabric keeps some of what it has needed for a later use.
-    assert max(half[len(half) // 2:]) < max(half[:len(half) // 2]) + 10000
+    first, second = used[:CLIENTS // 2], used[CLIENTS // 2:]
+    assert max(second) < max(first) + 10000, used
     if program == "7_queue":
-        check_last_lines(server, 2 * len(half))
+        check_last_lines(server, CLIENTS)
     server.stop()
 
 

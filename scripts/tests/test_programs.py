@@ -182,6 +182,7 @@ def test_server_stood_still(serve, program, provider):
     """Clients that come while the server is stopped are served afterwards. For a
     client, silence begins to mean something after 10 s."""
     server = serve(program, provider)
+    server.check_client()
     server.process.signal(signal.SIGSTOP)
     clients = [server.start_client(*QUICK.get(program, [])) for _ in range(12)]
     time.sleep(6)

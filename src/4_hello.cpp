@@ -35,8 +35,9 @@ using Clock = std::chrono::steady_clock;
 // Constants
 // ---------------------------------------------------------------------------
 
-// The version of libfabric's interface that we ask for. A library older than
-// that would offer us nothing, so it is never newer than the headers.
+// The version of libfabric's interface that we ask for: the newest that we
+// know, but no newer than the headers, because an older library would offer
+// nothing.
 constexpr uint32_t kApiVersion =
     std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
 
@@ -53,8 +54,9 @@ constexpr size_t kRecvCount = 8;               // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;
 constexpr size_t kCompletionQueueSize = 128;
 
-// Polls without a completion, after which a loop gives the core to others. Not
-// after each: a poll may move data all the same, and others may keep the core.
+// After so many polls without a completion, a loop gives the core to others.
+// Not after each poll: one may move data without completing anything, and the
+// others may keep the core for long.
 constexpr size_t kPollsPerYield = 64;
 
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
@@ -64,8 +66,8 @@ constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 // Errors and signals
 // ---------------------------------------------------------------------------
 
-// Throws if a function of libfabric has failed. They return 0 or a count if
-// all went well, otherwise a negative error number (fi_errno(3)).
+// Throws if a function of libfabric has failed. Such functions return 0 or a
+// count if all went well, otherwise a negative error number (fi_errno(3)).
 void FiCheck(ssize_t ret, const std::string& what) {
   if (ret < 0) {
     throw std::runtime_error(what + ": " + fi_strerror(static_cast<int>(-ret)));
@@ -112,8 +114,8 @@ std::string ToHex(const Address& address) {
   return hex;
 }
 
-// Does the reverse of ToHex. Throws std::invalid_argument, as everything does
-// that finds the command line wrong.
+// Does the reverse of ToHex. Throws std::invalid_argument, which main() takes
+// for a wrong command line.
 Address ParseAddress(const std::string& hex) {
   if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
       hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
@@ -132,7 +134,7 @@ Address ParseAddress(const std::string& hex) {
 
 // Memory that can be registered, and its registration. While an operation is
 // in flight the adapter may use its buffer at any time, so declare a buffer
-// before the Network that uses it: the Network is closed first, then.
+// before the Network that uses it. Then C++ closes the Network first.
 struct Buffer {
   uint8_t* data = nullptr;
   size_t size = 0;              // bytes
@@ -176,8 +178,8 @@ struct RdmaOp;
 // Called once, when an operation has completed. It may post others.
 using RdmaCallback = std::function<void(const RdmaOp&)>;
 
-// A work request: an operation for libfabric to do, and whom to tell when it
-// is done.
+// A work request: an operation for libfabric to do, and the function to call
+// when it is done.
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
@@ -214,8 +216,8 @@ struct RdmaOp {
 // ---------------------------------------------------------------------------
 
 // An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter. Declare it before all that uses
-// it, so that it is closed last.
+// domain, which is our access to the adapter. Declare it before everything that
+// uses it, so that it is closed last.
 struct Domain {
   struct fi_info* info = nullptr;
   struct fid_fabric* fabric = nullptr;
@@ -244,7 +246,7 @@ struct Network {
   Address addr;                       // our own
   Clock::time_point last_completion;  // of anything but a SEND
 
-  std::deque<RdmaOp> ops;         // all that we have ever needed at a time
+  std::deque<RdmaOp> ops;         // as many as were ever in use at a time
   std::vector<RdmaOp*> free_ops;  // those of them that are not in flight
 
   Network() = default;
@@ -268,7 +270,7 @@ struct Network {
   void CheckSilence(const char* what) const;
 };
 
-// Returns what chose the provider, as it has to be typed; empty if nothing did.
+// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
   const char* provider = getenv("FI_PROVIDER");
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
@@ -283,7 +285,7 @@ struct fi_info* GetInfo(uint64_t caps) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // What a provider may demand of us. It keeps the demands that it makes.
+  // Demands that we can meet. In the answer are those that a provider makes.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -329,8 +331,8 @@ void Network::Open(Domain& open_domain) {
   cq_attr.format = FI_CQ_FORMAT_DATA;
   FiCheck(fi_cq_open(domain->domain, &cq_attr, &cq, nullptr), "fi_cq_open");
 
-  // We never read the event queue: a peer whose errors go there falls silent,
-  // and we notice that. But without one, the efa provider ends the process.
+  // Without an event queue, the efa provider ends the process on some errors of
+  // a peer. We never read it: such a peer falls silent, and we notice that.
   struct fi_eq_attr eq_attr = {};
   FiCheck(fi_eq_open(domain->fabric, &eq_attr, &eq, nullptr), "fi_eq_open");
 
@@ -364,7 +366,7 @@ Domain::~Domain() {
   if (info) fi_freeinfo(info);
 }
 
-// Tells the adapter about a buffer: which operations may use it from now on
+// Tells the adapter about a buffer, and which operations may use it from now on
 // (FI_SEND, FI_RECV ...; see fi_mr(3)).
 void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
@@ -383,8 +385,8 @@ void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
                         : ""));
 }
 
-// Returns how long a message may be, in bytes. Server and client use the same
-// provider, so for both it is the same.
+// Returns the greatest length of a message, in bytes. Server and client use the
+// same provider, so it is the same for both.
 size_t Domain::MaxMessageSize() const {
   return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
 }
@@ -392,8 +394,8 @@ size_t Domain::MaxMessageSize() const {
 // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
 // that does not exist shows later, as an error or as silence.
 fi_addr_t Network::AddPeerAddress(const Address& address) {
-  // A name ends with a zero byte and begins as ours does. Any other address is
-  // as long as ours.
+  // An address that is a name ends with a zero byte and begins as ours does.
+  // Any other address is as long as ours.
   bool fits = domain->info->addr_format == FI_ADDR_STR
                   ? !address.empty() && address.back() == 0 &&
                         address.front() == addr.front()
@@ -401,15 +403,15 @@ fi_addr_t Network::AddPeerAddress(const Address& address) {
   fi_addr_t peer = FI_ADDR_UNSPEC;
   if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
     throw std::runtime_error("\"" + ToHex(address) +
-                             "\" is no address of provider " +
+                             "\" is not an address of provider " +
                              domain->info->fabric_attr->prov_name +
-                             "; have both sides the same FI_PROVIDER?");
+                             "; do both sides use the same FI_PROVIDER?");
   }
   return peer;
 }
 
-// Has the next message, whoever sends it, put into `buf`. Like all functions
-// that post, it returns false if libfabric has no room for the operation now.
+// Posts a RECV: the next message, from anybody, goes into `buf`. Like all
+// functions that post, returns false if libfabric has no room for it now.
 bool Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
   RdmaOp op = {.type = RdmaOpType::kRecv,
                .buf = &buf,
@@ -457,8 +459,8 @@ bool Network::Submit(RdmaOp* op) {
       msg.iov_count = 1;
       msg.addr = op->peer;
       msg.context = op;
-      // Complete only when the peer has the message. Otherwise, a completion
-      // may just mean that it has left this host (fi_cq(3)).
+      // Complete only when the data is in place at the peer. The default of a
+      // provider may be a weaker level (fi_cq(3)).
       ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
       break;
     }
@@ -489,7 +491,7 @@ size_t Network::PollCompletion() {
   return static_cast<size_t>(ret);
 }
 
-// Ends an operation: it is free for the next one, and its owner is told.
+// Ends an operation: makes its RdmaOp free for another one, and calls back.
 void Network::Complete(void* context, size_t len, const std::string& error) {
   if (context == nullptr) return;  // not an operation of ours
   auto* op = static_cast<RdmaOp*>(context);
@@ -525,9 +527,9 @@ void Network::ReadError() {
   Complete(entry.op_context, 0, error);
 }
 
-// Polls the completion queue until `done` says so. `what` is what we are doing,
-// for error messages. Only a client waits like this; a server must not, because
-// its other clients would wait, too.
+// Polls the completion queue until `done` returns true. Error messages begin
+// with `what`. Only a client waits like this; a server must not, because all
+// its clients would have to wait, too.
 void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   last_completion = Clock::now();
   size_t empty_polls = 0;
@@ -568,6 +570,7 @@ struct Inbox {
       net.domain->RegisterMemory(buf, FI_RECV);
       idle_bufs.push_back(&buf);
     }
+    PostRecvs(net);
   }
 
   // Posts a RECV for each idle buffer, as far as libfabric has room.
@@ -584,9 +587,11 @@ struct Inbox {
     if (arrivals.empty()) return false;
     RdmaOp recv = arrivals.front();
     arrivals.pop_front();
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data, recv.buf->data + recv.len);
+    }
     idle_bufs.push_back(recv.buf);
     recv.Check();
-    message.assign(recv.buf->data, recv.buf->data + recv.len);
     return true;
   }
 };
@@ -595,7 +600,7 @@ struct Inbox {
 // Server
 // ---------------------------------------------------------------------------
 
-// Prints where the server is, and how to reach it.
+// Prints which interface the server uses, and how to reach it.
 void PrintClientCommand(const char* program, const Network& net) {
   printf("%s\n", Describe(net.domain->info).c_str());
   printf("Run the client with the following command:\n  %s%s %s\n",

@@ -1,8 +1,7 @@
 // 7_queue: as much as the network takes.
 //
-// Whatever libfabric has no room for waits in a queue of the endpoint, so that
-// nobody who posts an operation has to keep it. With that, the server measures
-// the bandwidth.
+// An operation that libfabric has no room for waits in a queue of its endpoint,
+// so the code that posts it can forget it. The server measures the bandwidth.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -48,8 +47,9 @@ using Clock = std::chrono::steady_clock;
 // Constants
 // ---------------------------------------------------------------------------
 
-// The version of libfabric's interface that we ask for. A library older than
-// that would offer us nothing, so it is never newer than the headers.
+// The version of libfabric's interface that we ask for: the newest that we
+// know, but no newer than the headers, because an older library would offer
+// nothing.
 constexpr uint32_t kApiVersion =
     std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
 
@@ -67,16 +67,17 @@ constexpr size_t kRecvCount = 8;               // RECVs posted at a time
 constexpr size_t kCompletionQueueReadCount = 16;
 constexpr size_t kCompletionQueueSize = 8192;
 
-// Polls without a completion, after which a loop gives the core to others. Not
-// after each: a poll may move data all the same, and others may keep the core.
+// After so many polls without a completion, a loop gives the core to others.
+// Not after each poll: one may move data without completing anything, and the
+// others may keep the core for long.
 constexpr size_t kPollsPerYield = 64;
 
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 
-constexpr size_t kMaxClients = 8;     // served at a time
-constexpr size_t kMaxWaiting = 1000;  // to be served
-constexpr auto kAcceptLimit = 60s;    // for a client to wait until it is served
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
 constexpr auto kListenPeriod = 1ms;   // between two looks for new clients
 constexpr auto kReportPeriod = 1s;    // between two reports of progress
 
@@ -85,9 +86,9 @@ constexpr size_t kMaxMemoryRegions = 16;     // that a client may offer
 constexpr size_t kMaxPageSize = 16 << 20;    // bytes
 constexpr size_t kSourceMemory = 512 << 20;  // bytes, for all clients' pages
 
-// Limits of the WRITEs in flight to a client. Without the one in bytes, a
+// Limits of the WRITEs in flight to a client. Without the limit in bytes, a
 // message would have to queue behind gigabytes. Most providers have no room for
-// so many WRITEs, and say so; the other limit is for those that never do.
+// so many WRITEs, and say so; the limit in WRITEs is for those that never do.
 constexpr size_t kMaxOutstandingWrites = 4096;
 constexpr size_t kMaxOutstandingBytes = 16 << 20;
 
@@ -101,8 +102,8 @@ constexpr size_t kMaxRepeat = 1'000'000'000;
 // Errors and signals
 // ---------------------------------------------------------------------------
 
-// Throws if a function of libfabric has failed. They return 0 or a count if
-// all went well, otherwise a negative error number (fi_errno(3)).
+// Throws if a function of libfabric has failed. Such functions return 0 or a
+// count if all went well, otherwise a negative error number (fi_errno(3)).
 void FiCheck(ssize_t ret, const std::string& what) {
   if (ret < 0) {
     throw std::runtime_error(what + ": " + fi_strerror(static_cast<int>(-ret)));
@@ -146,7 +147,7 @@ void CudaCheck(cudaError_t ret, const char* what) {
   }
 }
 
-// Returns the first GPU that CUDA_VISIBLE_DEVICES leaves; -1 if there is none.
+// Returns the first GPU that CUDA_VISIBLE_DEVICES allows; -1 if there is none.
 int FindGpu() {
   int count = 0;
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
@@ -173,8 +174,8 @@ void CudaCopy(void* to, const void* from, size_t bytes) {
 
 // Makes data that an adapter has written visible to the GPU. The completion is
 // in host memory and the data in GPU memory, and PCI Express may have brought
-// the completion first. To be called between the completion and the use of the
-// data, unless the GPU keeps that order by itself.
+// the completion first. Call it between the completion and the use of the data.
+// Does nothing if the GPU keeps that order by itself.
 void CudaFlushWrites(int gpu) {
   int ordering = 0;
   int options = 0;
@@ -224,8 +225,8 @@ std::string ToHex(const Address& address) {
   return hex;
 }
 
-// Does the reverse of ToHex. Throws std::invalid_argument, as everything does
-// that finds the command line wrong.
+// Does the reverse of ToHex. Throws std::invalid_argument, which main() takes
+// for a wrong command line.
 Address ParseAddress(const std::string& hex) {
   if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
       hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
@@ -244,12 +245,12 @@ Address ParseAddress(const std::string& hex) {
 
 // Memory that can be registered, and its registration. While an operation is
 // in flight the adapter may use its buffer at any time, so declare a buffer
-// before the Network that uses it: the Network is closed first, then.
+// before the Network that uses it. Then C++ closes the Network first.
 struct Buffer {
   uint8_t* data = nullptr;
   size_t size = 0;              // bytes
   struct fid_mr* mr = nullptr;  // set by Domain::RegisterMemory
-  int gpu = -1;                 // that has the memory; -1: the host
+  int gpu = -1;                 // the GPU that has the memory; -1: the host
 
   Buffer() = default;
   Buffer(const Buffer&) = delete;
@@ -261,8 +262,8 @@ struct Buffer {
   void Alloc(size_t bytes) {
     size = bytes;
     size_t align = kBufferAlign;
-    // Large buffers lie on huge pages: fewer entries in the page tables, and in
-    // the adapter's copy of them.
+    // Large buffers are on huge pages, which need fewer entries in the page
+    // tables and in the adapter's copy of them.
     if (size >= kHugePageSize) align = kHugePageSize;
     size_t rounded = (size + align - 1) / align * align;
     data = static_cast<uint8_t*>(aligned_alloc(align, rounded));
@@ -312,8 +313,8 @@ struct RdmaWriteOp {
   Buffer* buf = nullptr;
   size_t offset = 0;      // bytes from the start of buf
   size_t len = 0;         // bytes
-  uint64_t dest_ptr = 0;  // as the owner of the memory has told us
-  uint64_t dest_key = 0;  // the same
+  uint64_t dest_ptr = 0;  // from the owner of the memory
+  uint64_t dest_key = 0;  // from the owner of the memory
   uint32_t imm_data = 0;  // 0: none; some providers carry no more than 4 bytes
 };
 
@@ -322,8 +323,8 @@ struct RdmaOp;
 // Called once, when an operation has completed. It may post others.
 using RdmaCallback = std::function<void(const RdmaOp&)>;
 
-// A work request: an operation for libfabric to do, and whom to tell when it
-// is done.
+// A work request: an operation for libfabric to do, and the function to call
+// when it is done.
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
@@ -365,14 +366,14 @@ struct RdmaOp {
 // ---------------------------------------------------------------------------
 
 // An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter. Declare it before all that uses
-// it, so that it is closed last.
+// domain, which is our access to the adapter. Declare it before everything that
+// uses it, so that it is closed last.
 struct Domain {
   struct fi_info* info = nullptr;
   struct fid_fabric* fabric = nullptr;
   struct fid_domain* domain = nullptr;
   uint64_t next_key = 1;
-  // When a WRITE is complete: when the data is in the peer's memory.
+  // Complete a WRITE only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   Domain() = default;
@@ -398,11 +399,11 @@ struct Network {
   Clock::time_point last_completion;  // of anything but a SEND
   std::chrono::seconds silence_limit = kSilenceLimit;
 
-  std::deque<RdmaOp> ops;           // all that we have ever needed at a time
+  std::deque<RdmaOp> ops;           // as many as were ever in use at a time
   std::vector<RdmaOp*> free_ops;    // those of them that are not in use
   std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
-  uint64_t eagain_count = 0;        // how many times it had none
-  // Whom to tell about a WRITE from the other side, by its immediate data.
+  uint64_t eagain_count = 0;        // how many times it had none (-FI_EAGAIN)
+  // Callbacks for WRITEs from the other side, by their immediate data.
   std::unordered_map<uint32_t, RdmaCallback> remote_writes;
 
   Network() = default;
@@ -431,7 +432,7 @@ struct Network {
   void CheckSilence(const char* what) const;
 };
 
-// Returns what chose the provider, as it has to be typed; empty if nothing did.
+// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
   const char* provider = getenv("FI_PROVIDER");
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
@@ -446,7 +447,7 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // What a provider may demand of us. It keeps the demands that it makes.
+  // Demands that we can meet. In the answer are those that a provider makes.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -473,10 +474,10 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   return info;
 }
 
-// As GetInfo, but with GPU memory (FI_HMEM) if there is a GPU and if the
-// interface that we would use anyway supports it. We do not change to another
-// one for it: a libfabric without CUDA would offer shm, which reaches nobody
-// outside this host.
+// Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
+// and the interface that we would use anyway supports it. We do not change to
+// another interface for it: a libfabric without CUDA would offer shm, which
+// reaches nobody outside this host.
 struct fi_info* GetInfoWithGpu() {
   struct fi_info* plain = GetInfo(kCaps);
   if (FindGpu() < 0) return plain;
@@ -522,11 +523,11 @@ void Domain::Open(struct fi_info* list) {
   FiCheck(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
   FiCheck(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
 
-  // The shm provider copies the data of a WRITE when it is posted, or before
-  // any later one, so it is in place in time without our asking. If we ask, the
-  // one of libfabric 1.17 has the other side copy it under a lock, and waits
-  // for ever if that side is killed meanwhile. For GPU memory, it has no other
-  // way.
+  // The shm provider copies the data of a WRITE when we post it, or before any
+  // later WRITE, so the data is in place in time even if we do not ask for
+  // that. If we ask, the provider of libfabric 1.17 has the other side copy it
+  // under a lock, and waits for ever if that side is killed in the meantime. It
+  // copies GPU memory in no other way.
   if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
       (info->caps & FI_HMEM) == 0) {
     write_flags = 0;
@@ -544,8 +545,8 @@ void Network::Open(Domain& open_domain) {
   cq_attr.format = FI_CQ_FORMAT_DATA;
   FiCheck(fi_cq_open(domain->domain, &cq_attr, &cq, nullptr), "fi_cq_open");
 
-  // We never read the event queue: a peer whose errors go there falls silent,
-  // and we notice that. But without one, the efa provider ends the process.
+  // Without an event queue, the efa provider ends the process on some errors of
+  // a peer. We never read it: such a peer falls silent, and we notice that.
   struct fi_eq_attr eq_attr = {};
   FiCheck(fi_eq_open(domain->fabric, &eq_attr, &eq, nullptr), "fi_eq_open");
 
@@ -579,7 +580,7 @@ Domain::~Domain() {
   if (info) fi_freeinfo(info);
 }
 
-// Tells the adapter about a buffer: which operations may use it from now on
+// Tells the adapter about a buffer, and which operations may use it from now on
 // (FI_SEND, FI_RECV ...; see fi_mr(3)).
 void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
   struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
@@ -602,8 +603,8 @@ void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
                         : ""));
 }
 
-// Returns how long a message may be, in bytes. Server and client use the same
-// provider, so for both it is the same.
+// Returns the greatest length of a message, in bytes. Server and client use the
+// same provider, so it is the same for both.
 size_t Domain::MaxMessageSize() const {
   return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
 }
@@ -611,8 +612,8 @@ size_t Domain::MaxMessageSize() const {
 // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
 // that does not exist shows later, as an error or as silence.
 fi_addr_t Network::AddPeerAddress(const Address& address) {
-  // A name ends with a zero byte and begins as ours does. Any other address is
-  // as long as ours.
+  // An address that is a name ends with a zero byte and begins as ours does.
+  // Any other address is as long as ours.
   bool fits = domain->info->addr_format == FI_ADDR_STR
                   ? !address.empty() && address.back() == 0 &&
                         address.front() == addr.front()
@@ -620,14 +621,14 @@ fi_addr_t Network::AddPeerAddress(const Address& address) {
   fi_addr_t peer = FI_ADDR_UNSPEC;
   if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
     throw std::runtime_error("\"" + ToHex(address) +
-                             "\" is no address of provider " +
+                             "\" is not an address of provider " +
                              domain->info->fabric_attr->prov_name +
-                             "; have both sides the same FI_PROVIDER?");
+                             "; do both sides use the same FI_PROVIDER?");
   }
   return peer;
 }
 
-// Has the next message, whoever sends it, put into `buf`.
+// Posts a RECV: the next message, from anybody, goes into `buf`.
 void Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
   RdmaOp op = {.type = RdmaOpType::kRecv,
                .buf = &buf,
@@ -648,7 +649,7 @@ void Network::PostSend(fi_addr_t peer, Buffer& buf, size_t len,
   Post(std::move(op));
 }
 
-// Writes into memory of the peer, whose program takes no part in it.
+// Posts a WRITE into memory of the peer, whose program takes no part in it.
 void Network::PostWrite(fi_addr_t peer, const RdmaWriteOp& write,
                         const RdmaCallback& callback) {
   RdmaOp op = {.type = RdmaOpType::kWrite,
@@ -701,8 +702,8 @@ bool Network::Submit(RdmaOp* op) {
       msg.iov_count = 1;
       msg.addr = op->peer;
       msg.context = op;
-      // Complete only when the peer has the message. Otherwise, a completion
-      // may just mean that it has left this host (fi_cq(3)).
+      // Complete only when the data is in place at the peer. The default of a
+      // provider may be a weaker level (fi_cq(3)).
       ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
       break;
     }
@@ -760,7 +761,7 @@ size_t Network::PollCompletion() {
   return static_cast<size_t>(ret);
 }
 
-// Ends an operation: it is free for the next one, and its owner is told.
+// Ends an operation: makes its RdmaOp free for another one, and calls back.
 void Network::Complete(void* context, size_t len, const std::string& error) {
   if (context == nullptr) return;  // not an operation of ours
   auto* op = static_cast<RdmaOp*>(context);
@@ -776,8 +777,8 @@ void Network::Complete(void* context, size_t len, const std::string& error) {
   done.callback(done);
 }
 
-// Tells whoever waits for a WRITE from the other side; if nobody does, it is
-// ignored.
+// Calls back for a WRITE from the other side. Ignores it if nobody waits for
+// it.
 void Network::CompleteRemoteWrite(uint32_t imm_data) {
   last_completion = Clock::now();
   auto it = remote_writes.find(imm_data);
@@ -807,9 +808,9 @@ void Network::ReadError() {
   Complete(entry.op_context, 0, error);
 }
 
-// Polls the completion queue until `done` says so. `what` is what we are doing,
-// for error messages. Only a client waits like this; a server must not, because
-// its other clients would wait, too.
+// Polls the completion queue until `done` returns true. Error messages begin
+// with `what`. Only a client waits like this; a server must not, because all
+// its clients would have to wait, too.
 void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   last_completion = Clock::now();
   size_t empty_polls = 0;
@@ -876,7 +877,7 @@ struct Outbox {
   std::list<Buffer> bufs;          // as many as we have ever needed at a time
   std::vector<Buffer*> idle_bufs;  // those of them that hold no message
 
-  // Sends a message: a fixed part, the head, then perhaps a tail.
+  // Sends a message: a head of fixed size, and a tail if there is one.
   void Send(Network& net, fi_addr_t peer, const void* head, size_t head_size,
             const void* tail = nullptr, size_t tail_size = 0) {
     size_t len = head_size + tail_size;
@@ -907,7 +908,7 @@ struct Outbox {
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
-  kBye = 3,      // client: I have all that I wanted
+  kBye = 3,      // client: I have everything that I wanted
 
   kRandomFill = 4,  // client: fill my memory
   kProgress = 5,    // server: I am still at it
@@ -954,7 +955,7 @@ struct AppRandomFillMessage {
   // Followed by page_idx: num_pages indices, a uint32_t each.
 };
 
-// Makes the next page of a sequence that a seed has started.
+// Makes the next page of the sequence that belongs to the generator's seed.
 void MakePage(std::mt19937_64& generator, std::vector<uint64_t>& page) {
   for (uint64_t& word : page) word = generator();
 }
@@ -963,21 +964,28 @@ std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
 
+// Returns the type of a message, or 0 if it is too short to have one.
+AppMessageType TypeOf(const Message& message) {
+  AppMessageBase base = {};
+  if (message.size() < sizeof(base)) return base.type;
+  memcpy(&base, message.data(), sizeof(base));
+  return base.type;
+}
+
 // Copies the beginning of a message into a struct that starts with an
 // AppMessageBase. Throws if the message is too short for it, or of another
 // type.
 void ReadMessage(const Message& message, AppMessageType type, void* head,
                  size_t head_size) {
-  AppMessageBase base = {};
-  if (message.size() < std::max(head_size, sizeof(base))) {
+  if (message.size() < head_size) {
     throw BadMessage("its " + std::to_string(message.size()) +
                      " bytes are too few");
   }
-  memcpy(&base, message.data(), sizeof(base));
-  if (base.type != type) {
-    throw BadMessage(
-        "its type is " + std::to_string(static_cast<uint32_t>(base.type)) +
-        " instead of " + std::to_string(static_cast<uint32_t>(type)));
+  if (TypeOf(message) != type) {
+    throw BadMessage("its type is " +
+                     std::to_string(static_cast<uint32_t>(TypeOf(message))) +
+                     " instead of " +
+                     std::to_string(static_cast<uint32_t>(type)));
   }
   memcpy(head, message.data(), head_size);
 }
@@ -998,9 +1006,9 @@ AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
 // Session
 // ---------------------------------------------------------------------------
 
-// One end of a conversation: an endpoint and its messages from and to one peer.
-// The server has a session for each client. When it destroys one, whatever was
-// in flight to that client is gone, too; only closing an endpoint can do that.
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Inbox inbox;
   Outbox outbox;
@@ -1025,9 +1033,7 @@ struct Session {
   // Takes out the next message, if it is not a BYE.
   bool Take(Message& message) {
     if (done || !inbox.Take(net, message)) return false;
-    AppMessageBase base = {};
-    memcpy(&base, message.data(), std::min(sizeof(base), message.size()));
-    done = base.type == AppMessageType::kBye;
+    done = TypeOf(message) == AppMessageType::kBye;
     return !done;
   }
 
@@ -1057,17 +1063,19 @@ void Session::Connect(const Address& server_addr, AppConnectMessage connect) {
   printf("Sent CONNECT message to server\n");
 
   // The server answers at once, unless it serves as many clients as it can.
+  // Anything else that arrives was meant for an earlier owner of our address.
   Message message;
   net.silence_limit = kAcceptLimit;
-  WaitUntil("waiting for ACCEPT (the server may have too many clients)",
-            [&] { return Take(message); });
+  WaitUntil("waiting for ACCEPT (the server may have too many clients)", [&] {
+    return Take(message) && TypeOf(message) == AppMessageType::kAccept;
+  });
   net.silence_limit = kSilenceLimit;
   peer = net.AddPeerAddress(
       ReadConnect(message, AppMessageType::kAccept).GetAddress());
 }
 
-// Client: tells the server that it can forget us. If that does not get through,
-// the server will notice our silence.
+// Client: tells the server that we are done. If the message does not get
+// through, the server will notice our silence.
 void Session::SayBye() {
   AppMessageBase bye = {AppMessageType::kBye};
   try {
@@ -1082,7 +1090,7 @@ void Session::SayBye() {
 // Server
 // ---------------------------------------------------------------------------
 
-// Prints where the server is, and how to reach it.
+// Prints which interface the server uses, and how to reach it.
 void PrintClientCommand(const char* program, const Network& net) {
   printf("%s\n", Describe(net.domain->info).c_str());
   printf("Run the client with the following command:\n  %s%s %s\n",
@@ -1104,8 +1112,8 @@ void PrintLine(FILE* file, size_t number, const std::string& text,
   fflush(file);
 }
 
-// Registers `size` bytes of GPU memory if that is possible, otherwise of the
-// host. Returns where they are, in words.
+// Allocates and registers `size` bytes of GPU memory if possible, otherwise of
+// host memory. Returns in words where they are.
 std::string AllocAndRegister(Domain& domain, Buffer& buf, size_t size,
                              uint64_t access) {
   std::string reason = kNoGpu;
@@ -1138,11 +1146,11 @@ struct RandomFillRequestState {
     kWaitBye,
   };
 
-  Buffer source;  // all pages of the client's first region, of its second, ...
+  Buffer source;  // the pages for the client's first region, its second, ...
   Session session;
   size_t number;            // of the client; begins each line about it
-  size_t* memory_left;      // bytes, for the sources of all clients
-  size_t memory_taken = 0;  // bytes, for ours
+  size_t* memory_left;      // bytes left for the sources of all clients
+  size_t memory_taken = 0;  // bytes that our source uses
   State state = State::kWaitRequest;
   AppConnectMessage connect_msg;
   AppRandomFillMessage request_msg = {};
@@ -1176,8 +1184,9 @@ struct RandomFillRequestState {
 
   ~RandomFillRequestState() { *memory_left += memory_taken; }
 
-  // Does what there is to do for the client now. Returns the number of
-  // completions. Throws if the client sends what it should not, or nothing.
+  // Does what can be done for the client now. Returns the number of
+  // completions. Throws if the client has sent something wrong, or nothing for
+  // too long.
   size_t Poll() {
     size_t completions = session.Poll();
     Message message;
@@ -1196,13 +1205,13 @@ struct RandomFillRequestState {
     return completions;
   }
 
-  // Whether there is more to do right away, even if nothing has completed.
+  // Returns whether there is more to do right away, even if nothing completes.
   bool Busy() const {
     return state == State::kMakePages || state == State::kWrite;
   }
 
-  // Believes nothing in the message before it has been compared with what was
-  // received and what was offered.
+  // Compares each value in the message with what was received and what was
+  // offered, before it uses the value.
   void HandleRequest(const Message& message) {
     AppRandomFillMessage msg;
     ReadMessage(message, AppMessageType::kRandomFill, &msg, sizeof(msg));
@@ -1247,7 +1256,7 @@ struct RandomFillRequestState {
     state = State::kWaitMemory;
   }
 
-  // Allocates the source, once the other clients have left enough memory.
+  // Allocates the source as soon as the other clients have left enough memory.
   void AllocSource() {
     size_t size = total_pages * request_msg.page_size;
     if (state != State::kWaitMemory || size > *memory_left) return;
@@ -1260,8 +1269,8 @@ struct RandomFillRequestState {
     state = State::kMakePages;
   }
 
-  // Makes the next page: one at a time, so that the other clients need not
-  // wait.
+  // Makes the next page. It makes one at a time, so that the other clients do
+  // not have to wait.
   void ContinueMakePages() {
     if (state != State::kMakePages) return;
     if (made_pages % request_msg.num_pages == 0) {
@@ -1286,7 +1295,7 @@ struct RandomFillRequestState {
         kMaxOutstandingBytes / page_size, 2, kMaxOutstandingWrites);
     for (size_t i = 0; i < kWritesPerPoll; ++i) {
       if (posted_write_ops == total_write_ops) return;
-      // As far as libfabric takes them and no further: the queue stays short,
+      // Post only what libfabric has room for, so that the queue stays short,
       // however long the transfer is.
       if (!session.net.pending_ops.empty()) return;
       // Immediate data tells the client that all is there, but WRITEs may
@@ -1331,8 +1340,9 @@ struct RandomFillRequestState {
     PrintProgress();
   }
 
-  // Tells the terminal and the client, now and then, that we are still at it.
-  // To the client, which takes no part in a WRITE, a long transfer is silence.
+  // Reports progress to the terminal and to the client, now and then. The
+  // client takes no part in a WRITE, so to the client a long transfer is
+  // silence.
   void Report() {
     if (state == State::kWaitRequest || state == State::kWaitBye) return;
     Clock::time_point now = Clock::now();
@@ -1377,15 +1387,15 @@ int ServerMain(const char* program) {
   inbox.Open(net);
   PrintClientCommand(program, net);
 
-  std::deque<AppConnectMessage> waiting;  // those for whom there is no room yet
+  std::deque<AppConnectMessage> waiting;  // for whom there is no room yet
   size_t num_clients = 0;                 // so far
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
     size_t completions = 0;
     bool busy = false;
-    // Looking at a quiet endpoint costs a system call or more, so those who are
-    // served should not have to wait for that too often.
+    // Looking at a quiet endpoint costs a system call or more, so the clients
+    // that are served should not have to wait for that too often.
     if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
       listened_at = Clock::now();
       try {
@@ -1433,7 +1443,7 @@ int ServerMain(const char* program) {
 // Client
 // ---------------------------------------------------------------------------
 
-// Returns whether each page that was asked for is there, and nothing else.
+// Returns whether every page that we asked for is there, and nothing else.
 bool CheckPages(const Buffer& buf, uint64_t seed,
                 const std::vector<uint32_t>& page_idx, size_t page_size) {
   std::mt19937_64 generator(seed);
@@ -1475,7 +1485,7 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
                                 std::to_string(max_pages));
   }
 
-  // Some more pages than will be written, which must stay as they are.
+  // A few pages more than will be written, to see that they stay as they are.
   size_t room = num_pages + num_pages / 8 + 1;
   std::string place;
   AppConnectMessage connect = {};

@@ -131,6 +131,12 @@ HIDDEN_CODE = re.compile(
     r"```|~~~|<(?:pre|code)\b|(?<=\n\n)(?: {4}|\t)[ \t]*(?![-*+\d\s])")
 
 
+def is_whole(block):
+    """Whether a block is a program by itself. A test compiles and runs those of the
+    chapters without a program."""
+    return any(line.startswith("int main(") for line in block.lines)
+
+
 def check_blocks(page):
     """Nothing evades the other checks."""
     messages = []
@@ -139,7 +145,7 @@ def check_blocks(page):
             messages.append(page.message(
                 block.line - 1, f'a block of "{block.info}"; there may be: '
                                 + ", ".join(INFOS)))
-        elif block.info in CPP and not page.program:
+        elif block.info in CPP and not page.program and not is_whole(block):
             messages.append(page.message(
                 block.line - 1, "C++ without a program that it could be from"))
         elif block.info == "diff" and not page.before:

@@ -2,14 +2,17 @@
 each of which has to find what it is there for."""
 
 import os
+import shutil
+import subprocess
 
 import pytest
 
 import chapters
 from chapters import Page
-from conftest import ROOT
+from conftest import PROVIDERS, ROOT, make
 
-PAGES = ["README.md", "scripts/README.md"] + [f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
+PAGES = ["README.md", "scripts/README.md"] + [
+    f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
 # Those that take a page and nothing else.
 CHECKS = {check.__name__: check for check in [
     chapters.check_blocks, chapters.check_excerpts, chapters.check_diffs,
@@ -46,6 +49,22 @@ def test_every_script_is_described():
 def test_transcripts(run, path):
     messages = chapters.check_transcripts(Page(ROOT, path), run)
     assert not messages, "\n".join(messages)
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if not Page(ROOT, path).program])
+def test_whole_programs(tmp_path, path):
+    """Chapters without a program may show one. It builds and runs."""
+    for block in filter(chapters.is_whole, Page(ROOT, path).blocks):
+        shutil.copy(f"{ROOT}/Makefile", tmp_path)
+        (tmp_path / "src").mkdir()
+        (tmp_path / "src" / "program.cpp").write_text("\n".join(block.lines) + "\n")
+        make("-C", str(tmp_path), "BUILD=build", "build/program")
+        for provider in PROVIDERS:
+            done = subprocess.run(
+                [tmp_path / "build" / "program"], check=False, text=True,
+                env={**os.environ, "FI_PROVIDER": provider} if provider else None,
+                capture_output=True)
+            assert done.returncode == 0 and provider in done.stdout, done
 
 
 # ---- The checks ----

@@ -59,8 +59,9 @@ def test_killed_clients(serve, program, provider):
 
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize(
-    "program,provider", [("5_reverse", ""), ("6_write", "")] +
-    [("7_queue", provider) for provider in PROVIDERS if provider != "shm"])
+    "program,provider", [("5_reverse", "")] +
+    [("7_queue", provider) for provider in PROVIDERS
+     if provider in ("", "udp;ofi_rxd")])
 def test_stopped_clients(serve, program, provider):
     """Four clients that are stopped, in the middle of the handshake or of a
     transfer. They cost the others nothing, and their sessions end after the limit
@@ -109,7 +110,7 @@ def reserve_port(server):
 
 
 @pytest.mark.builds("sanitized")  # it takes long
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", ["4_hello", "7_queue"])
 def test_server_gone(serve, run, build, program):
     """A client whose server has gone, or never was there, says so."""
     servers = [serve(program, provider) for provider in PROVIDERS]
@@ -174,6 +175,7 @@ def test_no_memory(serve):
     server.stop()
 
 
+@pytest.mark.builds("sanitized")  # it takes long
 @two_providers
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_signals(run, serve, build, program, provider):
@@ -349,6 +351,7 @@ def wrong_arguments(program):
     return wrong
 
 
+@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong_arguments(build, program):
     for what, args in wrong_arguments(program).items():
@@ -370,7 +373,7 @@ def test_address_of_another_provider(build, program):
                               text=True, capture_output=True, check=False,
                               timeout=20)
         assert done.returncode == 1
-        assert "is no address of provider" in done.stderr
+        assert "is not an address of provider" in done.stderr
         assert "Sent" not in done.stdout
 
 

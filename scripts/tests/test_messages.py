@@ -19,6 +19,9 @@ LONGEST = 65536  # bytes of a message
 pytestmark = pytest.mark.builds("sanitized")
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
+# For tests that take long, because somebody in them has to wait for 10 s.
+each_once = pytest.mark.parametrize(
+    "program,provider", [("5_reverse", "shm"), ("7_queue", "")])
 # What the other clients do. It takes a moment, so that bad messages come while
 # they are at it.
 OTHERS = {**QUICK, "5_reverse": ["0123456789" * 6000],
@@ -289,8 +292,7 @@ def dead_addresses(provider):
             b"\2\0\0\x09\xff\xff\xff\xff" + bytes(8)], mute
 
 
-@two_providers
-@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+@each_once
 def test_dead_addresses(run, serve, program, provider):
     """CONNECTs from addresses that are well-formed, but nobody is there. Waiting
     for one would take 10 s."""
@@ -324,8 +326,7 @@ def test_memory_that_is_not_there(run, serve, provider):
     server.stop()
 
 
-@two_providers
-@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+@each_once
 def test_silent_clients(run, serve, program, provider):
     """Four clients that say nothing after their CONNECT. The server ends them
     after the limit of 10 s, with a line each. They cost the others nothing."""
@@ -373,13 +374,10 @@ class FakeServer(FakeClient):
             address) + bytes(len(self.rest))
 
 
-@two_providers
-@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+@each_once
 def test_bad_answers(run, build, program, provider):
     """A client does not believe everything either."""
     answers = {
-        "empty": lambda server: [b""],
-        "type": lambda server: [base(99) + server.accept()[4:]],
         "short": lambda server: [server.accept()[:-1]],
         "addr_size": lambda server: [server.accept(addr_size=257)],
         "no address": lambda server: [server.accept(address=b"")],
@@ -395,3 +393,18 @@ def test_bad_answers(run, build, program, provider):
     for what, server in servers.items():
         assert server.client.wait(30) == 1, (what, server.client.output)
         assert "error: " in server.client.output, what
+
+
+@two_providers
+def test_stray_messages(run, build, provider):
+    """What arrives before the ACCEPT, and is none, was meant for somebody else."""
+    server = FakeServer(run, build, "5_reverse", provider)
+    for stray in [b"", base(99) + server.accept()[4:], base(PROGRESS),
+                  base(TEXT) + b"tfel ,thgir"]:
+        server.send(stray)
+    server.send(server.accept())
+    text = server.receive()
+    assert text[:4] == base(TEXT)
+    server.send(text[:4] + text[:3:-1])
+    assert server.receive() == base(BYE)
+    assert server.client.wait(30) == 0, server.client.output

@@ -627,7 +627,7 @@ int ServerMain(const char* program) {
         printf("Received %zu bytes: %s\n", text.size(), text.c_str());
       }
     } catch (const std::exception& e) {
-      // What somebody sends us must not end the server.
+      // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
     if (completions > 0) continue;

@@ -1386,7 +1386,7 @@ int ServerMain(const char* program) {
           ++num_clients;
         }
       } catch (const std::exception& e) {
-        // What somebody sends us must not end the server.
+        // A bad message must not end the server.
         fprintf(stderr, "error: %s\n", e.what());
       }
     }

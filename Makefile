@@ -73,12 +73,14 @@ $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
 
 # Not programs of the tutorial: the tests use `sender` to send what no program of
-# the tutorial would, and the benchmark compares 7_queue with `bench_loop`.
+# the tutorial would, `allocator` tries that of 8_malloc, and the benchmark compares
+# 7_queue with `bench_loop`.
 $(BUILD)/sender: scripts/tests/sender.cpp
+$(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
-$(BUILD)/sender $(BUILD)/bench_loop: $(BUILD)/.flags
+$(BUILD)/sender $(BUILD)/allocator $(BUILD)/bench_loop: $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
-	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
+	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
 # Changes when the options do, so that everything is built again.
 FLAGS := $(CXX) $(CXXFLAGS) $(LDFLAGS) $(LIBFABRIC_CXXFLAGS) \
@@ -106,7 +108,8 @@ test:
 # RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench/bench.py.
 bench bench-variants:
 	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/bench_loop
+	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/8_malloc \
+	  $(BUILD)/bench_loop
 	@BUILD=$(BUILD) scripts/bench/bench.sh \
 	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
 

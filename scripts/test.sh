@@ -10,8 +10,8 @@ cd "$(dirname "$0")/.."
 
 # The tests look for the programs here.
 export BUILD=build
-make -j2 all build/sender build/bench_loop
-make -j2 BUILD=build/sanitized \
+make -j2 all build/sender build/allocator build/bench_loop
+make -j2 all build/sanitized/allocator BUILD=build/sanitized \
   CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined"
 
 python=$(python_with pytest xdist)

@@ -285,7 +285,7 @@ struct fi_info* GetInfo(uint64_t caps) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. In the answer are those that a provider makes.
+  // Demands that we can meet. The answer keeps those that the provider makes.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;

@@ -293,7 +293,7 @@ struct fi_info* GetInfo(uint64_t caps) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. In the answer are those that a provider makes.
+  // Demands that we can meet. The answer keeps those that the provider makes.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -741,8 +741,9 @@ struct Session {
     inbox.Open(net);
   }
 
-  void Accept(const AppConnectMessage& connect);
-  void Connect(const Address& server_addr, AppConnectMessage connect);
+  void Accept(const AppConnectMessage& connect, AppConnectMessage accept);
+  AppConnectMessage Connect(const Address& server_addr,
+                            AppConnectMessage connect);
   void SayBye();
 
   void Send(const void* head, size_t head_size, const void* tail = nullptr,
@@ -750,7 +751,8 @@ struct Session {
     outbox.Send(net, peer, head, head_size, tail, tail_size);
   }
 
-  // Takes out the next message, if it is not a BYE.
+  // Takes out the next message. Returns false if there is none, or if it is a
+  // BYE.
   bool Take(Message& message) {
     if (done || !inbox.Take(message)) return false;
     done = TypeOf(message) == AppMessageType::kBye;
@@ -773,17 +775,20 @@ struct Session {
   }
 };
 
-// Server: tells a client which endpoint serves it.
-void Session::Accept(const AppConnectMessage& connect) {
+// Server: tells a client which endpoint serves it, and whatever else is in
+// `accept`.
+void Session::Accept(const AppConnectMessage& connect,
+                     AppConnectMessage accept) {
   peer = net.AddPeerAddress(connect.GetAddress());
-  AppConnectMessage accept = {};
   accept.base.type = AppMessageType::kAccept;
   accept.SetAddress(net.addr);
   Send(&accept, sizeof(accept));
 }
 
-// Client: asks the server for an endpoint of its own, and waits for it.
-void Session::Connect(const Address& server_addr, AppConnectMessage connect) {
+// Client: asks the server for an endpoint of its own, and waits for it. Tells
+// the server whatever else is in `connect`. Returns the ACCEPT.
+AppConnectMessage Session::Connect(const Address& server_addr,
+                                   AppConnectMessage connect) {
   peer = net.AddPeerAddress(server_addr);
   connect.base.type = AppMessageType::kConnect;
   connect.SetAddress(net.addr);
@@ -799,8 +804,9 @@ void Session::Connect(const Address& server_addr, AppConnectMessage connect) {
     return Take(message) && TypeOf(message) == AppMessageType::kAccept;
   });
   net.silence_limit = kSilenceLimit;
-  peer = net.AddPeerAddress(
-      ReadConnect(message, AppMessageType::kAccept).GetAddress());
+  AppConnectMessage accept = ReadConnect(message, AppMessageType::kAccept);
+  peer = net.AddPeerAddress(accept.GetAddress());
+  return accept;
 }
 
 // Client: tells the server that we are done. If the message does not get
@@ -842,7 +848,7 @@ struct ReverseRequestState {
                       const AppConnectMessage& connect)
       : number(client_number) {
     session.Open(domain);
-    session.Accept(connect);
+    session.Accept(connect, {});
     PrintLine(
         stdout, number,
         "Received CONNECT message from client " + ToHex(connect.GetAddress()));

@@ -447,7 +447,7 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. In the answer are those that a provider makes.
+  // Demands that we can meet. The answer keeps those that the provider makes.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -661,7 +661,8 @@ void Network::PostWrite(fi_addr_t peer, const RdmaWriteOp& write,
   Post(std::move(op));
 }
 
-// Calls back when a WRITE with this immediate data has arrived here.
+// Calls back once, when a WRITE with this immediate data has arrived here. Has
+// to be called before the WRITE can arrive.
 void Network::AddRemoteWrite(uint32_t imm_data, const RdmaCallback& callback) {
   remote_writes[imm_data] = callback;
 }
@@ -1021,8 +1022,9 @@ struct Session {
     inbox.Open(net);
   }
 
-  void Accept(const AppConnectMessage& connect);
-  void Connect(const Address& server_addr, AppConnectMessage connect);
+  void Accept(const AppConnectMessage& connect, AppConnectMessage accept);
+  AppConnectMessage Connect(const Address& server_addr,
+                            AppConnectMessage connect);
   void SayBye();
 
   void Send(const void* head, size_t head_size, const void* tail = nullptr,
@@ -1030,7 +1032,8 @@ struct Session {
     outbox.Send(net, peer, head, head_size, tail, tail_size);
   }
 
-  // Takes out the next message, if it is not a BYE.
+  // Takes out the next message. Returns false if there is none, or if it is a
+  // BYE.
   bool Take(Message& message) {
     if (done || !inbox.Take(net, message)) return false;
     done = TypeOf(message) == AppMessageType::kBye;
@@ -1044,17 +1047,20 @@ struct Session {
   }
 };
 
-// Server: tells a client which endpoint serves it.
-void Session::Accept(const AppConnectMessage& connect) {
+// Server: tells a client which endpoint serves it, and whatever else is in
+// `accept`.
+void Session::Accept(const AppConnectMessage& connect,
+                     AppConnectMessage accept) {
   peer = net.AddPeerAddress(connect.GetAddress());
-  AppConnectMessage accept = {};
   accept.base.type = AppMessageType::kAccept;
   accept.SetAddress(net.addr);
   Send(&accept, sizeof(accept));
 }
 
-// Client: asks the server for an endpoint of its own, and waits for it.
-void Session::Connect(const Address& server_addr, AppConnectMessage connect) {
+// Client: asks the server for an endpoint of its own, and waits for it. Tells
+// the server whatever else is in `connect`. Returns the ACCEPT.
+AppConnectMessage Session::Connect(const Address& server_addr,
+                                   AppConnectMessage connect) {
   peer = net.AddPeerAddress(server_addr);
   connect.base.type = AppMessageType::kConnect;
   connect.SetAddress(net.addr);
@@ -1070,8 +1076,9 @@ void Session::Connect(const Address& server_addr, AppConnectMessage connect) {
     return Take(message) && TypeOf(message) == AppMessageType::kAccept;
   });
   net.silence_limit = kSilenceLimit;
-  peer = net.AddPeerAddress(
-      ReadConnect(message, AppMessageType::kAccept).GetAddress());
+  AppConnectMessage accept = ReadConnect(message, AppMessageType::kAccept);
+  peer = net.AddPeerAddress(accept.GetAddress());
+  return accept;
 }
 
 // Client: tells the server that we are done. If the message does not get
@@ -1170,7 +1177,7 @@ struct RandomFillRequestState {
       : number(client_number), memory_left(memory), connect_msg(connect) {
     if (connect.num_mr == 0) throw BadMessage("it offers no memory");
     session.Open(domain);
-    session.Accept(connect);
+    session.Accept(connect, {});
     PrintLine(
         stdout, number,
         "Received CONNECT message from client " + ToHex(connect.GetAddress()));

@@ -10,7 +10,8 @@ Without arguments: 7_queue for each provider and page size, and in turn with it
              that a short calibration finds best for this provider and page size,
   our loop   the same loop with the settings of 7_queue.
 Then 7_queue and iperf3 in turn over a link of a known speed, between two network
-namespaces, where the machine permits it.
+namespaces, where the machine permits it. Last the latency of a READ, in 8_malloc
+and in a bare loop.
 With --variants: 7_queue with one change, beside the unchanged program; all
 changes of CHANGES below, or those named.
 
@@ -254,6 +255,29 @@ def best_settings(provider, size):
     return max(SETTINGS, key=lambda settings: statistics.median(rates[settings]))
 
 
+READ_SIZE = 64  # bytes, of the READs whose latency is measured
+
+
+def measure_read(provider):
+    """READs a second of 8_malloc, one at a time, from the median of their
+    latencies."""
+    program = os.path.join(BUILD, "8_malloc")
+    with background(TARGET, provider, program) as server:
+        output = run(WRITER, provider, program, server_address(server), "1")
+    found = re.search(rf"^READ of {READ_SIZE} bytes: median ([0-9.]+) us", output, re.M)
+    return 1e6 / float(found[1])
+
+
+def measure_read_loop(provider):
+    """The same of the bare loop."""
+    with background(*bench_loop(TARGET, provider, "target", READ_SIZE)) as target:
+        where = read_until(target, r"^target (\S+) (\S+) (\S+)").groups()
+        output = run(*bench_loop(WRITER, provider, "latency", READ_SIZE, "1000",
+                                 *where))
+        target.wait(TIME_LIMIT)
+    return loop_rates(output, 1)[0]
+
+
 def measure_memcpy(size, writes):
     output = run(*bench_loop(WRITER, "", "copy", size, str(writes)))
     return loop_rates(output, writes)[0]
@@ -468,7 +492,16 @@ def print_limits(results, providers, sizes):
             f"{results.settings['best loop', p, size]:>18}" for p in providers))
 
 
-def print_targets(results, long):
+def print_latency(results, providers):
+    print(f"\nLatency of a READ of {READ_SIZE} bytes, in us (medians):")
+    print(f"{'provider':<14} {'8_malloc':>9} {'bare loop':>10}")
+    for provider in providers:
+        print(f"{provider:<14} " + " ".join(
+            f"{1e6 / results.median(program, provider, READ_SIZE):>{width}.2f}"
+            for program, width in [("8_malloc", 9), ("READ loop", 10)]))
+
+
+def print_targets(results, providers, long):
     def ratio(size, provider, *limit):
         return results.ratio(("7_queue", provider, size), (*limit, size))
 
@@ -489,6 +522,11 @@ def print_targets(results, long):
                      "<=", 1.0, memory))
         rows.append((f"{provider}: time per WRITE, {LONG} / {LONG // 100}",
                      "<=", 1.0, seconds))
+    for provider in providers:
+        ratio_of_rates = results.ratio(("READ loop", provider, READ_SIZE),
+                                       ("8_malloc", provider, READ_SIZE))
+        rows.append((f"{provider}: latency of a READ / bare loop", "<=", 1.1,
+                     ratio_of_rates))
     print("\nTargets:")
     for what, sign, target, reached in rows:
         reached = "not measured" if reached is None else f"{reached:.2f}"
@@ -584,6 +622,17 @@ def measure_all(results, providers, sizes):
             progress.step(f"{program} {provider} {to_text(size)}")
 
 
+def measure_latency(results, providers):
+    """8_malloc and the bare loop, in turn."""
+    steps = {"8_malloc": measure_read, "READ loop": measure_read_loop}
+    progress = Progress(2 * RUNS * len(providers))
+    for provider in providers:
+        for _ in range(RUNS):
+            for program in random.sample(list(steps), 2):
+                results.add(program, provider, READ_SIZE, steps[program](provider))
+                progress.step(f"{program} {provider}")
+
+
 def measure_long(providers):
     """Compares the memory, and the time for each WRITE, of a long transfer with
     those of a short one, which moves the same pages less often."""
@@ -609,10 +658,12 @@ def bench(providers, sizes):
     if LINK:
         measure_link(results)
     measure_all(results, providers, sizes)
+    measure_latency(results, providers)
     long = measure_long(providers)
     print_limits(results, providers, sizes)
     print_table(results, providers, sizes)
-    print_targets(results, long)
+    print_latency(results, providers)
+    print_targets(results, providers, long)
     results.write_csv(os.path.join(BUILD, "bench.csv"))
     print(f"\nWritten: {BUILD}/bench.csv (all runs)")
     try:

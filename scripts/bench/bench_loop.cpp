@@ -1,5 +1,5 @@
 // The fastest transfer that a program without any bookkeeping makes on this
-// machine. The benchmark compares 7_queue with it.
+// machine. The benchmark compares 7_queue with it, and the latency of 8_malloc.
 //
 // Usage:
 //   bench_loop copy PAGE_SIZE NUM_PAGES TOTAL
@@ -13,7 +13,10 @@
 //       for FI_DELIVERY_COMPLETE), the number of WRITEs posted between two
 //       readings of the completion queue, and the number of entries read at a
 //       time.
-// "copy" and "write" print "seconds N", the latter for each SETTINGS.
+//   bench_loop latency PAGE_SIZE NUM_PAGES TOTAL ADDRESS PLACE KEY
+//       READs the first page of such a target TOTAL times, one READ at a time.
+// "copy" and "write" print "seconds N", the latter for each SETTINGS; "latency"
+// prints the median.
 //
 // As in 7_queue there are twice NUM_PAGES pages on huge pages, and all of them
 // are touched before the clock starts. They are read in order and written in a
@@ -156,6 +159,19 @@ struct Endpoint {
     if (info) fi_freeinfo(info);
   }
 
+  fi_addr_t Insert(const std::string& address_hex) {
+    std::vector<uint8_t> address;
+    for (size_t i = 0; i + 1 < address_hex.size(); i += 2) {
+      address.push_back(
+          static_cast<uint8_t>(stoul(address_hex.substr(i, 2), nullptr, 16)));
+    }
+    fi_addr_t target;
+    if (fi_av_insert(av, address.data(), 1, &target, 0, nullptr) != 1) {
+      Check(-FI_EINVAL, "fi_av_insert");
+    }
+    return target;
+  }
+
   // Returns the number of operations that have completed, at most `max`.
   size_t Poll(struct fi_cq_data_entry* entries, size_t max) {
     ssize_t ret = fi_cq_read(cq, entries, max);
@@ -170,7 +186,7 @@ void RunTarget(size_t page_size, size_t count) {
   endpoint.Open();
   size_t size = count * page_size;
   uint8_t* data = Alloc(size);
-  endpoint.Register(data, size, FI_REMOTE_WRITE);
+  endpoint.Register(data, size, FI_REMOTE_READ | FI_REMOTE_WRITE);
 
   uint8_t address[256];
   size_t address_size = sizeof(address);
@@ -209,15 +225,7 @@ void Write(size_t page_size, size_t count, size_t total,
   endpoint.Open();
   uint8_t* from = Alloc(count * page_size);
   endpoint.Register(from, count * page_size, FI_WRITE);
-  std::vector<uint8_t> address;
-  for (size_t i = 0; i + 1 < address_hex.size(); i += 2) {
-    address.push_back(
-        static_cast<uint8_t>(stoul(address_hex.substr(i, 2), nullptr, 16)));
-  }
-  fi_addr_t target;
-  if (fi_av_insert(endpoint.av, address.data(), 1, &target, 0, nullptr) != 1) {
-    Check(-FI_EINVAL, "fi_av_insert");
-  }
+  fi_addr_t target = endpoint.Insert(address_hex);
   std::vector<size_t> offsets = RandomOffsets(page_size, count);
   // An operation is no more than this memory, which the provider may use while
   // the operation is in flight.
@@ -278,6 +286,41 @@ void Write(size_t page_size, size_t count, size_t total,
   Run(1, FI_DELIVERY_COMPLETE | FI_REMOTE_CQ_DATA, first);  // ends the target
 }
 
+void Latency(size_t page_size, size_t total, const std::string& address_hex,
+             uint64_t place, uint64_t key) {
+  Endpoint endpoint;
+  endpoint.Open();
+  uint8_t* to = Alloc(page_size);
+  endpoint.Register(to, page_size, FI_READ | FI_WRITE);
+  fi_addr_t target = endpoint.Insert(address_hex);
+  void* desc = fi_mr_desc(endpoint.mr);
+  struct fi_context2 context = {};
+  struct fi_cq_data_entry entry;
+  std::vector<double> seconds;
+  for (size_t i = 0; i < total; ++i) {
+    double start = Now();
+    ssize_t ret = -FI_EAGAIN;
+    while (ret == -FI_EAGAIN) {
+      ret = fi_read(endpoint.ep, to, page_size, desc, target, place, key,
+                    &context);
+      if (ret == -FI_EAGAIN) endpoint.Poll(&entry, 1);
+    }
+    Check(ret, "fi_read");
+    while (endpoint.Poll(&entry, 1) == 0) continue;
+    seconds.push_back(Now() - start);
+  }
+  std::sort(seconds.begin(), seconds.end());
+  printf("seconds %.9f\n", seconds[seconds.size() / 2]);
+  // Ends the target.
+  while (fi_writedata(endpoint.ep, to, page_size, desc, 1, target, place, key,
+                      &context) == -FI_EAGAIN) {
+    endpoint.Poll(&entry, 1);
+  }
+  while (endpoint.Poll(&entry, 1) == 0) continue;
+  // It may be complete and not yet have left.
+  for (double end = Now() + 0.02; Now() < end;) endpoint.Poll(&entry, 1);
+}
+
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   std::vector<std::string> args(argv + 1, argv + argc);
@@ -286,6 +329,9 @@ int main(int argc, char** argv) {
   size_t count = 2 * number(2);
   if (mode == "copy") Copy(number(1), count, number(3));
   if (mode == "target") RunTarget(number(1), count);
+  if (mode == "latency") {
+    Latency(number(1), number(3), args.at(4), number(5), number(6));
+  }
   if (mode == "write") {
     Write(number(1), count, number(3), args.at(4), number(5), number(6),
           std::vector<Settings>(args.begin() + 7, args.end()));

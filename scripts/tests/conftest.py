@@ -6,10 +6,12 @@ import os
 import pty
 import re
 import signal
+import struct
 import subprocess
 import sys
 import threading
 import time
+import typing
 
 import pytest
 
@@ -21,18 +23,20 @@ ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
 # Some tests import what they check: bench.py and chapters.py.
 sys.path += [f"{ROOT}/scripts/bench", f"{ROOT}/scripts/book"]
 BUILD = os.environ.get("BUILD") or "build"
-PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue"]
+PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue", "8_malloc"]
 # What a client prints once it has checked that all is right.
 SUCCESS = {
     "4_hello": "Sent ",
     "5_reverse": "The text is correct.",
     "6_write": "Data is correct.",
     "7_queue": "Data is correct.",
+    "8_malloc": "Data is correct.",
 }
 # Arguments for the programs whose defaults take long.
-QUICK = {"7_queue": ["65536", "100", "3"]}
+QUICK = {"7_queue": ["65536", "100", "3"], "8_malloc": ["16"]}
 # Those that take next to nothing, for tests that look at how long a client waits.
-SHORT = {"6_write": ["4096", "10"], "7_queue": ["4096", "10", "1"]}
+SHORT = {"6_write": ["4096", "10"], "7_queue": ["4096", "10", "1"],
+         "8_malloc": ["1"]}
 # libfabric 1.17 itself leaks in its net provider, and in the others when a
 # connection breaks while it is being made. Leaks of our programs show in all the
 # other tests.
@@ -233,6 +237,15 @@ class Server:
         """What the server has printed about errors."""
         return re.findall(r"^(?:\[\d+\] )?error: .*", self.process.output, re.M)
 
+    def memory(self):
+        """What it has of the machine's memory, in kB."""
+        with open(f"/proc/{self.process.popen.pid}/status") as status:
+            return int(re.search(r"VmRSS:\s+(\d+)", status.read())[1])
+
+    def pool_line(self, number, timeout=15):
+        """What 8_malloc has printed about its pool after a client has gone."""
+        return self.process.wait_for(rf"^\[{number}\] (the pool .*)$", timeout)[1]
+
     def stop(self, signum=signal.SIGTERM):
         """Ends the server as a user would, and checks how it ends."""
         assert self.process.popen.poll() is None, self.process.output
@@ -247,6 +260,115 @@ def serve(run, build):
     def start(program, provider="", **kwargs):
         return Server(run, build, program, provider, **kwargs)
     return start
+
+
+# ---- Clients that send whatever bytes a test makes up ----
+
+CONNECT, ACCEPT, BYE = 1, 2, 3
+MALLOC, FREE, USAGE, REPLY, ALIVE = 4, 5, 6, 7, 8  # of 8_malloc
+
+
+def base(type_):
+    return struct.pack("<I", type_)
+
+
+class FakeClient:
+    """Speaks to a server by scripts/tests/sender.cpp."""
+
+    def __init__(self, run, server):
+        self.server = server
+        self.number = None
+        self.process = run([f"{BUILD}/sender", server.address], server.provider,
+                           stdin=-1)
+        self.address = bytes.fromhex(
+            self.process.wait_for(r"address ([0-9a-f]+)\n").group(1))
+
+    def command(self, line, answer):
+        already = len(self.process.lines)
+        self.process.write(line)
+        return self.process.wait_for("^" + answer, 30, after=already)
+
+    def send(self, message, answer="sent"):
+        self.command("send " + message.hex(), answer)
+
+    def peer(self, hex_address):
+        self.process.write("peer " + hex_address)
+
+    def receive(self):
+        return bytes.fromhex(self.command("wait", "received (.*)")[1])
+
+    def connect(self, address=None, addr_size=None, mrs=((0, 1 << 20, 1),),
+                num_mr=None):
+        """A CONNECT; for 6 and 7 with memory regions."""
+        address = self.address if address is None else address
+        message = base(CONNECT) + struct.pack(
+            "<I256s", len(address) if addr_size is None else addr_size, address)
+        if self.server.program in ("6_write", "7_queue"):
+            message += struct.pack("<Q", len(mrs) if num_mr is None else num_mr)
+            message += b"".join(struct.pack("<QQQ", *mr) for mr in mrs).ljust(
+                16 * 24, b"\0")
+        return message
+
+    def open_session(self, **kwargs):
+        """Sends a CONNECT, and whatever comes next to the address of the
+        ACCEPT."""
+        already = len(self.server.process.lines)
+        self.peer(self.server.address)
+        self.send(self.connect(**kwargs))
+        self.number = self.server.process.wait_for(
+            r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + "$",
+            after=already)[1]
+        accept = self.receive()
+        assert accept[:4] == base(ACCEPT)
+        (size,) = struct.unpack_from("<I", accept, 4)
+        self.peer(accept[8:8 + size].hex())
+
+    def expect(self, line, timeout=30):
+        """Waits for what the server prints about this client."""
+        self.server.process.wait_for(rf"^\[{self.number}\] {line}", timeout)
+
+
+def request(type_, size=0, addr=0):
+    """A message to the server of 8_malloc."""
+    return base(type_) + struct.pack("<4xQQ", size, addr)
+
+
+class Reply(typing.NamedTuple):
+    """What the server of 8_malloc answers to a request."""
+    error: str  # empty if all went well
+    addr: int
+    size: int
+    key: int
+    lent: int  # bytes, to this client
+
+
+class Borrower(FakeClient):
+    """A client of 8_malloc, in a session of its own."""
+
+    def __init__(self, run, server):
+        super().__init__(run, server)
+        self.open_session()
+
+    def ask(self, type_, size=0, addr=0):
+        self.process.write("send " + request(type_, size, addr).hex())
+        message = self.receive()
+        type_, error, *numbers = struct.unpack("<I108s4Q", message)
+        assert type_ == REPLY
+        return Reply(error.split(b"\0")[0].decode(), *numbers)
+
+    def borrow(self, size):
+        reply = self.ask(MALLOC, size)
+        assert not reply.error and reply.size == size
+        return reply.addr
+
+    def give_back(self, addr):
+        assert not self.ask(FREE, addr=addr).error
+
+    def leave(self):
+        """Says BYE. Returns what the server then prints about its pool."""
+        self.send(base(BYE))
+        self.expect("Done")
+        return self.server.pool_line(self.number)
 
 
 # ---- What not every machine permits ----

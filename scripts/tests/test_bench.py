@@ -37,7 +37,7 @@ def run_bench(build, *arguments, **env):
 
 def link_programs(folder):
     """Results are written beside the programs, but should not appear in build."""
-    for program in ["7_queue", "bench_loop"]:
+    for program in ["7_queue", "8_malloc", "bench_loop"]:
         (folder / program).symlink_to(f"{ROOT}/build/{program}")
 
 
@@ -54,9 +54,10 @@ def test_bench(tmp_path):
     for provider in ["shm", "tcp"]:
         row = f"^{provider} +64 KiB( +{RATE}){{6}}$"
         assert re.search(row, output, re.M), output
+        assert re.search(f"^{provider}( +{RATE}){{2}}$", output, re.M), output
     targets = output[output.index("Targets:"):].splitlines()[1:]
     targets = targets[:targets.index("")]
-    assert len(targets) == 9
+    assert len(targets) == 11
     # Neither pages of 1 MiB nor a link.
     assert [line for line in targets if "not measured" in line] == targets[3:5]
     assert re.search(r"^Not drawn: .*bench\.svg \(hidden\)$", output, re.M), output
@@ -65,6 +66,9 @@ def test_bench(tmp_path):
     expected = {(program, provider, str(size), run)
                 for program, provider in PROGRAMS
                 for size in SIZES for run in ["1", ""]}
+    expected |= {(program, provider, "64", run)
+                 for program in ["8_malloc", "READ loop"]
+                 for provider in ["shm", "tcp"] for run in ["1", ""]}
     keys = [(r["program"], r["provider"], r["page_size"], r["run"])
             for r in rows]
     assert len(keys) == len(expected) and set(keys) == expected

@@ -9,9 +9,11 @@ import time
 
 import pytest
 
-from conftest import LIBFABRIC_LEAKS, PROGRAMS, QUICK, SHORT
+from conftest import (ACCEPT, ALIVE, BYE, CONNECT, FREE, LIBFABRIC_LEAKS, MALLOC,
+                      PROGRAMS, QUICK, REPLY, SHORT, USAGE, FakeClient, base,
+                      request)
 
-CONNECT, ACCEPT, BYE, TEXT, RANDOM_FILL, PROGRESS = 1, 2, 3, 4, 4, 5
+TEXT, RANDOM_FILL, PROGRESS = 4, 4, 5
 HUGE = 2**64 - 1
 LONGEST = 65536  # bytes of a message
 
@@ -26,66 +28,6 @@ each_once = pytest.mark.parametrize(
 # they are at it.
 OTHERS = {**QUICK, "5_reverse": ["0123456789" * 6000],
           "6_write": ["65536", "100"], "7_queue": ["65536", "100", "3"]}
-
-
-def base(type_):
-    return struct.pack("<I", type_)
-
-
-class FakeClient:
-    """Speaks to a server with whatever bytes a test makes up."""
-
-    def __init__(self, run, server):
-        self.server = server
-        self.number = None
-        self.process = run(["build/sender", server.address], server.provider,
-                           stdin=-1)
-        self.address = bytes.fromhex(
-            self.process.wait_for(r"address ([0-9a-f]+)\n").group(1))
-
-    def command(self, line, answer):
-        already = len(self.process.lines)
-        self.process.write(line)
-        return self.process.wait_for("^" + answer, 30, after=already)
-
-    def send(self, message, answer="sent"):
-        self.command("send " + message.hex(), answer)
-
-    def peer(self, hex_address):
-        self.process.write("peer " + hex_address)
-
-    def receive(self):
-        return bytes.fromhex(self.command("wait", "received (.*)")[1])
-
-    def connect(self, address=None, addr_size=None, mrs=((0, 1 << 20, 1),),
-                num_mr=None):
-        """A CONNECT; for 6 and 7 with memory regions."""
-        address = self.address if address is None else address
-        message = base(CONNECT) + struct.pack(
-            "<I256s", len(address) if addr_size is None else addr_size, address)
-        if self.server.program in ("6_write", "7_queue"):
-            message += struct.pack("<Q", len(mrs) if num_mr is None else num_mr)
-            message += b"".join(struct.pack("<QQQ", *mr) for mr in mrs).ljust(
-                16 * 24, b"\0")
-        return message
-
-    def open_session(self, **kwargs):
-        """Sends a CONNECT, and whatever comes next to the address of the
-        ACCEPT."""
-        already = len(self.server.process.lines)
-        self.peer(self.server.address)
-        self.send(self.connect(**kwargs))
-        self.number = self.server.process.wait_for(
-            r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + "$",
-            after=already)[1]
-        accept = self.receive()
-        assert accept[:4] == base(ACCEPT)
-        (size,) = struct.unpack_from("<I", accept, 4)
-        self.peer(accept[8:8 + size].hex())
-
-    def expect(self, line, timeout=30):
-        """Waits for what the server prints about this client."""
-        self.server.process.wait_for(rf"^\[{self.number}\] {line}", timeout)
 
 
 def fill(program, page_size=4096, indices=(0, 1), num_pages=None, context=7,
@@ -154,6 +96,19 @@ def session_messages(program):
             "CONNECT": [base(CONNECT) + bytes(260)],
             "ACCEPT": [base(ACCEPT) + bytes(260)],
             "second text": [text, text],
+        }
+    if program == "8_malloc":
+        return {
+            "short": [b"x"],
+            "empty": [b""],
+            "type": [request(99)],
+            "CONNECT": [request(CONNECT)],
+            "ACCEPT": [base(ACCEPT) + bytes(260)],
+            "REPLY": [base(REPLY) + bytes(140)],
+            "MALLOC cut short": [request(MALLOC, 64)[:-1]],
+            "type only": [base(FREE)],
+            "after good ones": [base(ALIVE), request(MALLOC, 64),
+                                request(USAGE)[:-8]],
         }
     good = fill(program)
     messages = {
@@ -243,11 +198,13 @@ def test_bye(run, serve, program, provider):
         client.send(base(BYE))
         client.expect("Done")
         if program == "5_reverse":
-            request = base(TEXT) + b"x" * 60000
+            work = base(TEXT) + b"x" * 60000
+        elif program == "8_malloc":
+            work = request(MALLOC, 1 << 20)
         else:
-            request = fill(program, 1 << 20, indices=[0] * 200)
+            work = fill(program, 1 << 20, indices=[0] * 200)
         client.open_session()
-        client.send(request)
+        client.send(work)
         client.send(base(BYE))
         client.expect("Done")
         assert not re.search(rf"^\[{client.number}\] .*100%",

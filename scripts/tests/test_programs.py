@@ -1,4 +1,4 @@
-"""The four programs, as their users run them."""
+"""The programs, as their users run them."""
 
 import os
 import re
@@ -15,6 +15,13 @@ two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
 # How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
 CLIENTS = int(os.environ.get("CLIENTS", "20"))
+
+
+def skip_slow(program, provider):
+    """Through sockets, a READ waits for a thread of libfabric, which waits for one
+    of the cores that server and client keep busy."""
+    if (program, provider) == ("8_malloc", "sockets"):
+        pytest.skip("8_malloc takes 40 s through sockets on two cores")
 
 
 def check_all(server, clients, timeout=120):
@@ -43,6 +50,7 @@ def check_last_lines(server, count):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_data(serve, program, provider):
     """Several clients, one after the other, each with correct data."""
+    skip_slow(program, provider)
     server = serve(program, provider)
     for _ in range(2):
         server.check_client()
@@ -152,6 +160,7 @@ def test_eagain(serve, provider):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_four_clients(serve, program, provider):
     """Started at the same moment, all are served."""
+    skip_slow(program, provider)
     server = serve(program, provider)
     check_all(server, [server.start_client(*QUICK.get(program, []))
                        for _ in range(4)])
@@ -233,12 +242,6 @@ def test_memory_for_all(serve):
     server.stop()
 
 
-def memory(server):
-    """What the server has of the machine's memory, in kB."""
-    with open(f"/proc/{server.process.popen.pid}/status") as status:
-        return int(re.search(r"VmRSS:\s+(\d+)", status.read())[1])
-
-
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,args", [("5_reverse", []),
                                           ("7_queue", ["8", "1", "1"])])
@@ -248,7 +251,7 @@ def test_one_after_the_other(serve, program, args):
     used = []
     for _ in range(CLIENTS):
         check_all(server, [server.start_client(*args)])
-        used.append(memory(server))
+        used.append(server.memory())
     # libfabric keeps some of what it has needed for a later use.
     first, second = used[:CLIENTS // 2], used[CLIENTS // 2:]
     assert max(second) < max(first) + 10000, used

@@ -127,17 +127,23 @@ def test_dependencies_are_installed(tmp_path, manager, groups, user):
         assert line.endswith(install + PACKAGES[manager, groups])
 
 
-def test_shared_code_is_the_same():
+def test_shared_code_is_the_same(tmp_path):
     """What two programs share stands in both, letter for letter, and a step
-    hardly removes anything."""
+    hardly removes anything. 8_malloc has an application of its own: only what
+    comes before it counts."""
     for before, after in zip(PROGRAMS, PROGRAMS[1:]):
+        for program in before, after:
+            with open(f"{ROOT}/src/{program}.cpp") as file:
+                text = file.read()
+            if after == "8_malloc":
+                text, mark, _ = text.partition("\nenum class AppMessageType ")
+                assert mark
+            (tmp_path / program).write_text(text)
         done = subprocess.run(
-            ["git", "diff", "--no-index", "--numstat", f"src/{before}.cpp",
-             f"src/{after}.cpp"], cwd=ROOT, text=True, capture_output=True,
-            check=False)
+            ["git", "diff", "--no-index", "--numstat", before, after],
+            cwd=tmp_path, text=True, capture_output=True, check=False)
         removed = int(done.stdout.split()[1])
-        with open(f"{ROOT}/src/{before}.cpp") as file:
-            total = len(file.readlines())
+        total = len((tmp_path / before).read_text().splitlines())
         assert removed <= 0.06 * total, (before, after)
 
 

@@ -452,8 +452,11 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
   if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;
-  // Only one thread uses the domain, so the provider needs no locks.
+  // Only one thread uses the domain, so the provider needs no locks. That
+  // thread polls, so the provider needs no thread of its own.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
@@ -1298,8 +1301,9 @@ struct RandomFillRequestState {
   void ContinuePostWrite() {
     if (state != State::kWrite) return;
     size_t page_size = request_msg.page_size;
-    size_t max_outstanding = std::clamp<size_t>(
-        kMaxOutstandingBytes / page_size, 2, kMaxOutstandingWrites);
+    size_t max_outstanding =
+        std::min(std::max<size_t>(kMaxOutstandingBytes / page_size, 2),
+                 kMaxOutstandingWrites);
     for (size_t i = 0; i < kWritesPerPoll; ++i) {
       if (posted_write_ops == total_write_ops) return;
       // Post only what libfabric has room for, so that the queue stays short,

@@ -521,6 +521,8 @@ def normalised(lines):
         progress = PROGRESS.search(line)
         if progress and progress[1] != progress[2]:
             continue
+        if re.match(r"\[\d+\] has \d+ bytes in \d+ pieces$", line):
+            continue
         if re.match(r"make(\[\d+\])?: .* is up to date\.$", line):
             continue
         result.append(line)

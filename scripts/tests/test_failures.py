@@ -291,7 +291,7 @@ def test_idle(serve, program):
     time.sleep(1)
     before = [ticks(server) for server in servers]
     started = time.monotonic()
-    time.sleep(4)
+    time.sleep(3)
     seconds = time.monotonic() - started
     for server, earlier in zip(servers, before):
         used = (ticks(server) - earlier) / os.sysconf("SC_CLK_TCK")

@@ -14,14 +14,7 @@ ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
 # How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
-CLIENTS = int(os.environ.get("CLIENTS", "20"))
-
-
-def skip_slow(program, provider):
-    """Through sockets, a READ waits for a thread of libfabric, which waits for one
-    of the cores that server and client keep busy."""
-    if (program, provider) == ("8_malloc", "sockets"):
-        pytest.skip("8_malloc takes 40 s through sockets on two cores")
+CLIENTS = int(os.environ.get("CLIENTS", "12"))
 
 
 def check_all(server, clients, timeout=120):
@@ -46,11 +39,11 @@ def check_last_lines(server, count):
     assert list(last.values()) == ["100"] * count, server.process.output
 
 
+@pytest.mark.builds("plain")  # test_four_clients has the others
 @pytest.mark.parametrize("provider", **ids)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_data(serve, program, provider):
     """Several clients, one after the other, each with correct data."""
-    skip_slow(program, provider)
     server = serve(program, provider)
     for _ in range(2):
         server.check_client()
@@ -160,7 +153,6 @@ def test_eagain(serve, provider):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_four_clients(serve, program, provider):
     """Started at the same moment, all are served."""
-    skip_slow(program, provider)
     server = serve(program, provider)
     check_all(server, [server.start_client(*QUICK.get(program, []))
                        for _ in range(4)])

@@ -76,7 +76,8 @@ constexpr size_t kCompletionQueueSize = 8192;
 constexpr size_t kPollsPerYield = 64;
 
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
-constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;  // without a completion, then we poll slowly
+constexpr auto kIdlePause = 1ms;  // between two looks at quiet queues
 
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
@@ -442,7 +443,7 @@ struct Network {
   void Complete(void* context, size_t len, const std::string& error);
   void CompleteRemoteWrite(uint32_t imm_data);
   void ReadError();
-  void CheckSilence(const char* what) const;
+  Clock::duration CheckSilence(const char* what) const;
 };
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
@@ -863,16 +864,21 @@ void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
   while (!done()) {
     if (g_interrupted) throw std::runtime_error("interrupted");
     if (PollCompletion() > 0) continue;
-    CheckSilence(what);
-    // The other side may need the core to answer us.
-    if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
+    if (CheckSilence(what) > kQuietLimit) {
+      std::this_thread::sleep_for(kIdlePause);
+    } else if (++empty_polls % kPollsPerYield == 0) {
+      // The other side may need the core to answer us.
+      std::this_thread::yield();
+    }
   }
 }
 
-// Throws if nothing has completed for too long. Some providers never report
-// that a peer has gone; then silence is all that there is to notice.
-void Network::CheckSilence(const char* what) const {
-  if (Clock::now() - last_completion < silence_limit) return;
+// Returns for how long nothing has completed. Throws if that is too long: some
+// providers never report that a peer has gone, and silence is all that there is
+// to notice.
+Clock::duration Network::CheckSilence(const char* what) const {
+  Clock::duration quiet = Clock::now() - last_completion;
+  if (quiet < silence_limit) return quiet;
   throw std::runtime_error(
       std::string(what) + ": nothing has happened for " +
       std::to_string(silence_limit.count()) +

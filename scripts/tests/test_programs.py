@@ -14,7 +14,7 @@ ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
 # How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
-CLIENTS = int(os.environ.get("CLIENTS", "12"))
+CLIENTS = int(os.environ.get("CLIENTS", "10"))
 
 
 def check_all(server, clients, timeout=120):
@@ -224,7 +224,7 @@ def test_waiting_is_not_silence(serve, provider):
 def test_memory_for_all(serve):
     """Three clients want 256 MiB each of the 512 that the server has."""
     server = serve("7_queue", "shm")
-    check_all(server, [server.start_client(str(8 << 20), "16", "5")
+    check_all(server, [server.start_client(str(8 << 20), "16", "2")
                        for _ in range(3)])
     server.process.wait_for("Done.$", count=3)
     # The third got its memory when another client was done with it.
@@ -254,6 +254,7 @@ def test_one_after_the_other(serve, program, args):
 
 # ---- Two hosts ----
 
+@pytest.mark.builds("plain")
 @pytest.mark.parametrize("provider", ["", "udp;ofi_rxd"],
                          ids=["default", "udp;ofi_rxd"])
 def test_two_hosts(serve, hosts, provider):

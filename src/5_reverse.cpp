@@ -298,11 +298,8 @@ struct fi_info* GetInfo(uint64_t caps) {
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-  // Only one thread uses the domain, so the provider needs no locks. That
-  // thread polls, so the provider needs no thread of its own.
+  // Only one thread uses the domain, so the provider needs no locks.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
-  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;

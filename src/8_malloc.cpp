@@ -91,7 +91,8 @@ constexpr size_t kMaxBlockSize = 1 << 20;     // bytes of a client's block
 constexpr size_t kMaxBlocks = 10'000;         // of a client
 constexpr size_t kClientPoolSize = 16 << 20;  // bytes
 constexpr auto kAlivePeriod = 1s;  // between two messages that we are alive
-constexpr auto kDrainLimit = 1s;   // that we wait for what is in flight
+constexpr double kMeasureSeconds = 0.25;  // for each of our measurements
+constexpr auto kDrainLimit = 1s;          // that we wait for what is in flight
 
 // Limit of the READs and WRITEs in flight. The client's pool limits their
 // bytes.
@@ -466,11 +467,8 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
   if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;
-  // Only one thread uses the domain, so the provider needs no locks. That
-  // thread polls, so the provider needs no thread of its own.
+  // Only one thread uses the domain, so the provider needs no locks.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
-  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
@@ -1708,7 +1706,8 @@ void Measure(MallocClient& client, Domain& domain, Buffer& buf) {
   // where it is, travels, and comes back to another place.
   size_t born_at = client.LocalMalloc(sizeof(Samples));
   auto* samples = new (client.buf.data + born_at) Samples;
-  while (!samples->Full()) {
+  Clock::time_point begin = Clock::now();
+  while (!samples->Full() && SecondsSince(begin) < kMeasureSeconds) {
     Clock::time_point start = Clock::now();
     client.Read(piece, offset, kSize);
     client.WaitForAll();
@@ -1726,7 +1725,8 @@ void Measure(MallocClient& client, Domain& domain, Buffer& buf) {
     throw std::runtime_error("the object came back changed");
   }
   Samples messages;
-  while (!messages.Full()) {
+  begin = Clock::now();
+  while (!messages.Full() && SecondsSince(begin) < kMeasureSeconds) {
     Clock::time_point start = Clock::now();
     client.Ask({{AppMessageType::kUsage}, 0, 0});
     messages.Add(start);
@@ -1737,31 +1737,33 @@ void Measure(MallocClient& client, Domain& domain, Buffer& buf) {
   printf("Message there and back: median %.2f us, 99th percentile %.2f us\n",
          messages.Percentile(50), messages.Percentile(99));
 
-  constexpr size_t kReads = 1280;
+  constexpr size_t kMaxReads = 10'000;
   double reads_per_s[2] = {};
   size_t in_flight[2] = {1, 64};
   for (size_t i = 0; i < 2; ++i) {
+    size_t n = 0;
     Clock::time_point start = Clock::now();
-    for (size_t n = 0; n < kReads; ++n) {
+    for (; n < kMaxReads && SecondsSince(start) < kMeasureSeconds; ++n) {
       client.WaitUntil("waiting for READs", [&client, limit = in_flight[i]] {
         return client.outstanding < limit;
       });
       client.Read(piece, offset + n % 64 * kSize, kSize);
     }
     client.WaitForAll();
-    reads_per_s[i] = kReads / SecondsSince(start);
+    reads_per_s[i] = static_cast<double>(n) / SecondsSince(start);
   }
   printf("READs in a millisecond: %.1f with 1 in flight, %.1f with 64\n",
          1e-3 * reads_per_s[0], 1e-3 * reads_per_s[1]);
 
   // What registering costs if it is done for each transfer.
-  constexpr size_t kTransfers = 100;
+  constexpr size_t kMaxTransfers = 200;
   constexpr size_t kTransferSize = 64 * 1024;
   buf.Alloc(kTransferSize);
   double us[3] = {};
   for (size_t i = 0; i < 3; ++i) {
+    size_t n = 0;
     Clock::time_point start = Clock::now();
-    for (size_t n = 0; n < kTransfers; ++n) {
+    for (; n < kMaxTransfers && SecondsSince(start) < kMeasureSeconds; ++n) {
       if (i > 0) domain.RegisterMemory(buf, FI_WRITE);
       if (i > 1) client.Ask({{AppMessageType::kUsage}, 0, 0});
       client.Write(piece, i > 0 ? buf : client.buf, i > 0 ? 0 : offset,
@@ -1770,7 +1772,7 @@ void Measure(MallocClient& client, Domain& domain, Buffer& buf) {
       if (i > 0) Close(&buf.mr->fid, "memory region");
       buf.mr = nullptr;
     }
-    us[i] = 1e6 * SecondsSince(start) / kTransfers;
+    us[i] = 1e6 * SecondsSince(start) / static_cast<double>(n);
   }
   printf(
       "WRITE of %zu bytes: %.1f us from the pool, %.1f us registered each "

@@ -21,6 +21,12 @@ LONGEST = 65536  # bytes of a message
 pytestmark = pytest.mark.builds("sanitized")
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
+# Each program, and one of them through shm, too: what comes out of the inbox is
+# the same for all.
+each_program = pytest.mark.parametrize(
+    "program,provider", [(p, "") for p in PROGRAMS] + [("7_queue", "shm")])
+each_session = pytest.mark.parametrize(
+    "program,provider", [(p, "") for p in PROGRAMS[1:]] + [("7_queue", "shm")])
 # For tests that take long, because somebody in them has to wait for 10 s.
 each_once = pytest.mark.parametrize(
     "program,provider", [("5_reverse", "shm"), ("7_queue", "")])
@@ -47,8 +53,7 @@ def others(server):
         yield
 
 
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS)
+@each_program
 def test_at_the_door(run, serve, program, provider):
     """Messages that open no session."""
     server = serve(program, provider)
@@ -144,8 +149,7 @@ def session_messages(program):
     return messages
 
 
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS[1:])
+@each_session
 def test_in_a_session(run, serve, program, provider):
     """Messages that end the session of their sender."""
     server = serve(program, provider)
@@ -186,8 +190,7 @@ def test_regions(run, serve, program, provider):
     server.stop()
 
 
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS[1:])
+@each_session
 def test_bye(run, serve, program, provider):
     """A client may leave at any moment. The server says no more than it has
     done."""
@@ -214,8 +217,7 @@ def test_bye(run, serve, program, provider):
     server.stop()
 
 
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS[1:])
+@each_session
 def test_impossible_addresses(run, serve, program, provider):
     """CONNECTs from nowhere."""
     server = serve(program, provider, **LIBFABRIC_LEAKS)

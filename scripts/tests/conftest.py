@@ -43,6 +43,12 @@ SHORT = {"6_write": ["4096", "10"], "7_queue": ["4096", "10", "1"],
 LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/tests/lsan.txt"}
 
 
+# An endpoint of ofi_rxm has buffers of 88 MB. Smaller ones save the suite a third of
+# its time; test_data and the transcripts of the chapters do without.
+RXM_BUFFERS = "FI_OFI_RXM_BUFFER_SIZE"
+os.environ.setdefault(RXM_BUFFERS, "2048")
+
+
 def is_here(provider):
     """Asks 4_hello, because fi_info may belong to another libfabric than the one
     that the programs are linked with. Exercises do not ask, and may not have

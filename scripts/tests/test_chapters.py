@@ -9,7 +9,7 @@ import pytest
 
 import chapters
 from chapters import Page
-from conftest import PROVIDERS, ROOT, make
+from conftest import PROVIDERS, ROOT, RXM_BUFFERS, make
 
 PAGES = ["README.md", "scripts/README.md"] + [
     f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
@@ -24,6 +24,7 @@ CHECKS = {check.__name__: check for check in [
 def as_a_reader(monkeypatch):
     """Commands of transcripts inherit no choice of a provider."""
     monkeypatch.delenv("FI_PROVIDER", raising=False)
+    monkeypatch.delenv(RXM_BUFFERS, raising=False)
 
 
 def test_every_program_has_a_chapter():

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from conftest import PROGRAMS, PROVIDERS, QUICK, SUCCESS
+from conftest import PROGRAMS, PROVIDERS, QUICK, RXM_BUFFERS, SUCCESS
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
@@ -42,8 +42,9 @@ def check_last_lines(server, count):
 @pytest.mark.builds("plain")  # test_four_clients has the others
 @pytest.mark.parametrize("provider", **ids)
 @pytest.mark.parametrize("program", PROGRAMS)
-def test_data(serve, program, provider):
+def test_data(serve, program, provider, monkeypatch):
     """Several clients, one after the other, each with correct data."""
+    monkeypatch.delenv(RXM_BUFFERS, raising=False)
     server = serve(program, provider)
     for _ in range(2):
         server.check_client()

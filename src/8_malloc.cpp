@@ -1737,7 +1737,7 @@ void Measure(MallocClient& client, Domain& domain, Buffer& buf) {
   printf("Message there and back: median %.2f us, 99th percentile %.2f us\n",
          messages.Percentile(50), messages.Percentile(99));
 
-  constexpr size_t kMaxReads = 10'000;
+  constexpr size_t kMaxReads = 2'000;
   double reads_per_s[2] = {};
   size_t in_flight[2] = {1, 64};
   for (size_t i = 0; i < 2; ++i) {

@@ -1574,6 +1574,20 @@ struct MallocClient {
     return *offset;
   }
 
+  // Returns a callback that counts an operation as completed, then calls `then`
+  // if there is one.
+  RdmaCallback Completed(const std::function<void()>& then) {
+    RdmaCallback count = [this](const RdmaOp& op) {
+      --outstanding;
+      op.Check();
+    };
+    if (!then) return count;
+    return [count, then](const RdmaOp& op) {
+      count(op);
+      then();
+    };
+  }
+
   // WRITEs `size` bytes at an offset of a buffer into a piece, and calls back
   // when they are there.
   void Write(const AppMemoryRegion& piece, Buffer& from, size_t offset,
@@ -1585,12 +1599,7 @@ struct MallocClient {
                          .dest_ptr = piece.addr,
                          .dest_key = piece.rkey};
     ++outstanding;
-    session.net.PostWrite(session.peer, write,
-                          [this, written](const RdmaOp& op) {
-                            --outstanding;
-                            op.Check();
-                            if (written) written();
-                          });
+    session.net.PostWrite(session.peer, write, Completed(written));
   }
 
   // READs a piece to an offset in our pool, and calls back when it is there.
@@ -1603,11 +1612,7 @@ struct MallocClient {
                        .src_ptr = piece.addr,
                        .src_key = piece.rkey};
     ++outstanding;
-    session.net.PostRead(session.peer, read, [this, arrived](const RdmaOp& op) {
-      --outstanding;
-      op.Check();
-      if (arrived) arrived();
-    });
+    session.net.PostRead(session.peer, read, Completed(arrived));
   }
 
   void WaitForAll() {

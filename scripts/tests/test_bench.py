@@ -252,7 +252,9 @@ def test_progress_on_a_terminal(monkeypatch):
         progress = bench.Progress(3)
         for number in range(3):
             progress.step(f"step {number}")
-    output = os.read(terminal, 65536)
+    output = b""
+    while b"\n" not in output:  # the last step ends its line
+        output += os.read(terminal, 65536)
     os.close(terminal)
     assert output.count(b"\r[") == 3 and output.count(b"\n") == 1
     assert b"[" + b"#" * 30 + b"] step 2" in output

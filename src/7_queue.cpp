@@ -139,7 +139,7 @@ void InstallSignalHandlers() {
 
 #ifdef USE_CUDA
 
-constexpr const char* kNoGpu = "no GPU";
+inline constexpr const char* kNoGpu = "no GPU";
 
 void CudaCheck(cudaError_t ret, const char* what) {
   if (ret != cudaSuccess) {
@@ -198,7 +198,7 @@ void CudaFlushWrites(int gpu) {
 
 #else  // Built without CUDA: no GPU is found, and nothing else is called.
 
-constexpr const char* kNoGpu = "built without CUDA";
+inline constexpr const char* kNoGpu = "built without CUDA";
 
 int FindGpu() { return -1; }
 void* CudaAlloc(size_t) { return nullptr; }

@@ -482,7 +482,8 @@ def check_targets(page):
 
 # An address is a word of hexadecimal digits, and no 0x comes before it.
 ADDRESS = re.compile(r"\b[0-9a-f]{16,}\b")
-SERVER = re.compile(r"(\w+=\S+ +)*(\./build/\w+)(\s+#.*)?")
+# The server of 9_file saves files where it is started.
+SERVER = re.compile(r"(cd \S+ && )?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w+)(\s+#.*)?")
 PROGRESS = re.compile(r"WRITE: \d+%, (\d+)/(\d+)")
 # Seconds for a command.
 LIMIT = 60
@@ -522,6 +523,8 @@ def normalised(lines):
         if progress and progress[1] != progress[2]:
             continue
         if re.match(r"\[\d+\] has \d+ bytes in \d+ pieces$", line):
+            continue
+        if re.match(r"\[#*\.*\] +\d+% of ", line):
             continue
         if re.match(r"make(\[\d+\])?: .* is up to date\.$", line):
             continue
@@ -634,9 +637,10 @@ class Rerun:
 
     def start_server(self, line, command, output):
         self.end_server()
-        *settings, path = shlex.split(command, comments=True)
-        env = dict(setting.split("=", 1) for setting in settings)
-        process = self.run([path], **env)
+        cd, settings, path, _ = SERVER.fullmatch(command).groups()
+        env = dict(setting.split("=", 1) for setting in shlex.split(settings))
+        # exec, so that the process that we end is the server.
+        process = self.run(["bash", "-c", f"{cd}exec {path}"] if cd else [path], **env)
         try:
             match = process.wait_for(r"following command:\n.* ([0-9a-f]+)\n")
         except AssertionError:  # it has ended, which may be what is shown

@@ -455,6 +455,21 @@ Received 13 bytes: Hello, world!
 ```
 
 ```console
+$ mkdir -p build/elsewhere
+$ cd build/elsewhere && FI_PROVIDER=shm ../4_hello
+domain: shm, fabric: shm, provider: shm
+Run the client with the following command:
+  FI_PROVIDER='shm' ../4_hello 0123456789abcdef
+$ FI_PROVIDER=shm ./build/4_hello 0123456789abcdef | tail -n 1
+Sent 13 bytes.
+```
+
+```console
+Received 13 bytes: Hello, world!
+^C
+```
+
+```console
 $ FI_PROVIDER=nonsense ./build/4_hello
 error: FI_PROVIDER='nonsense' fi_getinfo finds no interface that can do what this \
 program needs (`fi_info -t FI_EP_RDM` lists what there is): No data available

@@ -48,10 +48,20 @@ label() {
 }
 
 mkfifo "$dir/server" "$dir/client"
+mkdir "$dir/received"
+path=$(realpath "$program")
+if [ $# -eq 0 ] && [ "$(basename "$program")" = 9_file ]; then
+  head -c 200000000 /dev/urandom >"$dir/demo.bin"
+  set -- "$dir/demo.bin"
+fi
 label server <"$dir/server" &
 label client <"$dir/client" &
 
-"$program" >"$dir/server" 2>&1 &
+# 9_file saves files where it was started.
+(
+  [ "$(basename "$program")" != 9_file ] || cd "$dir/received"
+  exec -a "$program" "$path"
+) >"$dir/server" 2>&1 &
 server=$!
 while [ ! -e "$dir/address" ]; do
   kill -0 "$server" 2>/dev/null || {

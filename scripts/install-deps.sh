@@ -28,6 +28,10 @@ has_libfabric() {
     pkg-config --exists libfabric
 }
 
+has_xxhash() {
+  echo '#include <xxhash.h>' | "${CXX:-g++}" -E -x c++ -
+}
+
 for group in "$@"; do
   case $group in
     build)
@@ -35,6 +39,8 @@ for group in "$@"; do
       need make make command -v make
       need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
         has_libfabric
+      # A header for the checksums of 9_file.
+      need libxxhash-dev xxhash-devel has_xxhash
       ;;
     exercise)
       need python3-pytest python3-pytest python_with pytest

@@ -2,13 +2,18 @@
 
 import concurrent.futures
 import contextlib
+import filecmp
+import itertools
 import os
 import pty
+import random
 import re
+import shutil
 import signal
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import typing
@@ -23,7 +28,7 @@ ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
 # Some tests import what they check: bench.py and chapters.py.
 sys.path += [f"{ROOT}/scripts/bench", f"{ROOT}/scripts/book"]
 BUILD = os.environ.get("BUILD") or "build"
-PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue", "8_malloc"]
+PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue", "8_malloc", "9_file"]
 # What a client prints once it has checked that all is right.
 SUCCESS = {
     "4_hello": "Sent ",
@@ -31,16 +36,20 @@ SUCCESS = {
     "6_write": "Data is correct.",
     "7_queue": "Data is correct.",
     "8_malloc": "Data is correct.",
+    "9_file": "The server has saved the file.",
 }
-# Arguments for the programs whose defaults take long.
-QUICK = {"7_queue": ["65536", "100", "3"], "8_malloc": ["16"]}
+# Arguments for the programs whose defaults take long. For 9_file, the tests give the
+# size of a file instead of its name: see Server.start_client.
+QUICK = {"7_queue": ["65536", "100", "3"], "8_malloc": ["16"],
+         "9_file": ["5000001", "2"]}
 # Those that take next to nothing, for tests that look at how long a client waits.
 SHORT = {"6_write": ["4096", "10"], "7_queue": ["4096", "10", "1"],
-         "8_malloc": ["1"]}
+         "8_malloc": ["1"], "9_file": ["1"]}
 # libfabric 1.17 itself leaks in its net provider, and in the others when a
 # connection breaks while it is being made. Leaks of our programs show in all the
 # other tests.
-LIBFABRIC_LEAKS = {"LSAN_OPTIONS": "suppressions=scripts/tests/lsan.txt"}
+LIBFABRIC_LEAKS = {
+    "LSAN_OPTIONS": f"suppressions={ROOT}/scripts/tests/lsan.txt"}
 
 
 # An endpoint of ofi_rxm has buffers of 88 MB. Smaller ones save the suite a third of
@@ -102,7 +111,8 @@ def build(request):
 class Process:
     """A running program, and what it has printed so far."""
 
-    def __init__(self, command, provider="", netns=None, stdin=None, **env):
+    def __init__(self, command, provider="", netns=None, stdin=None, cwd=ROOT,
+                 **env):
         if provider:
             env["FI_PROVIDER"] = provider
         if provider == "net":
@@ -115,7 +125,7 @@ class Process:
         self.command = command
         self.started = time.monotonic()
         self.popen = subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, **env}, text=True,
+            command, cwd=cwd, env={**os.environ, **env}, text=True,
             stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT, errors="replace")
         self.lines = []
@@ -169,14 +179,23 @@ def owned_shm_files(pids):
 
 @pytest.fixture
 def run():
-    """Starts processes, and ends those that still run after the test."""
+    """Starts processes, and ends those that still run after the test. Its
+    new_folder() makes an empty folder that lasts as long."""
     processes = []
+    folders = []
 
     def start(command, *args, **kwargs):
         process = Process(command, *args, **kwargs)
         processes.append(process)
         return process
 
+    def new_folder():
+        # In memory, where there is such a place: many tests move files.
+        folders.append(tempfile.mkdtemp(
+            dir="/dev/shm" if os.path.isdir("/dev/shm") else None))
+        return folders[-1]
+
+    start.new_folder = new_folder
     yield start
     for process in processes:
         if process.popen.poll() is None:
@@ -189,33 +208,87 @@ def run():
     for name in owned_shm_files([p.popen.pid for p in processes
                                  if p.popen.returncode == -signal.SIGKILL]):
         os.unlink("/dev/shm/" + name)
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# What the files that 9_file sends are made of. The size is not that of a chunk, so
+# no two chunks are the same.
+BLOCK = random.Random(9).randbytes((1 << 20) + 4099)
+SOURCE_NUMBERS = itertools.count(1)
+
+
+def write_source(path, size, number):
+    """Makes a file of that size, with a content that depends on the number. What
+    lies beyond 64 MB is a hole, which takes no time to make."""
+    with open(path, "wb") as file:
+        start = number * 7919 % len(BLOCK)
+        file.write(BLOCK[start:][:size])
+        while file.tell() < min(size, 64_000_000):
+            file.write(BLOCK[:size - file.tell()])
+        file.truncate(size)
 
 
 class Server:
     """A server, its address, and clients for it."""
 
-    def __init__(self, run, build, program, provider="", netns=None, **env):
+    def __init__(self, run, build, program, provider="", netns=None, folder=None,
+                 wrapper=(), **env):
         self.run = run
         self.program = program
         self.path = f"{build}/{program}"
         self.provider = provider
         self.env = env
-        self.process = run([self.path], provider, netns, **env)
+        # Where it runs. The server of 9_file saves files there.
+        self.folder = folder or ROOT
+        if program == "9_file" and not folder:
+            self.folder = run.new_folder()
+        # The wrapper is a command that runs the server.
+        self.process = run([*wrapper, os.path.join(ROOT, self.path)], provider,
+                           netns, cwd=self.folder, **env)
         match = self.process.wait_for(
             r"following command:\n.* ([0-9a-f]+)\n")
         self.address = match.group(1)
 
-    def start_client(self, *args, netns=None):
-        return self.run([self.path, self.address, *args], self.provider, netns,
-                        **self.env)
+    def start_client(self, *args, netns=None, **env):
+        """Starts a client. If the first argument for 9_file is a number, the client
+        sends a new file of that size."""
+        source = None
+        if self.program == "9_file":
+            args = args or QUICK[self.program]
+            if args[0].isdigit():
+                source = self.new_source(int(args[0]))
+                args = [source, *args[1:]]
+        client = self.run([self.path, self.address, *args], self.provider, netns,
+                          **{**self.env, **env})
+        client.source = source
+        return client
 
-    def check_client(self, *args, netns=None, timeout=60):
+    def new_source(self, size):
+        """Makes a file for a client of 9_file. Returns its path."""
+        number = next(SOURCE_NUMBERS)
+        path = f"{self.run.new_folder()}/file {number}"
+        write_source(path, size, number)
+        return path
+
+    def check_file(self, client):
+        """Compares what the client of 9_file has sent with what the server has
+        saved, and removes both. The other programs have no files to compare."""
+        if client.source:
+            saved = os.path.join(self.folder, os.path.basename(client.source))
+            assert os.path.getsize(saved) == os.path.getsize(client.source)
+            assert filecmp.cmp(saved, client.source, shallow=False)
+            os.unlink(saved)
+            os.unlink(client.source)
+
+    def check_client(self, *args, netns=None, timeout=60, **env):
         """Runs a client, which must succeed. Returns it."""
         client = self.start_client(*(args or QUICK.get(self.program, [])),
-                                   netns=netns)
+                                   netns=netns, **env)
         status = client.wait(timeout)
         assert status == 0, client.output + "\nserver:\n" + self.process.output
         assert SUCCESS[self.program] in client.output
+        self.check_file(client)
         return client
 
     @contextlib.contextmanager
@@ -272,6 +345,7 @@ def serve(run, build):
 
 CONNECT, ACCEPT, BYE = 1, 2, 3
 MALLOC, FREE, USAGE, REPLY, ALIVE = 4, 5, 6, 7, 8  # of 8_malloc
+PUT, READY, CHUNK, CREDIT, END, SAVED, ERROR, FILE_ALIVE = range(4, 12)  # of 9_file
 
 
 def base(type_):
@@ -324,8 +398,9 @@ class FakeClient:
         self.number = self.server.process.wait_for(
             r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + "$",
             after=already)[1]
-        accept = self.receive()
-        assert accept[:4] == base(ACCEPT)
+        # Answers to what we said in an earlier session may come first.
+        while (accept := self.receive())[:4] != base(ACCEPT):
+            pass
         (size,) = struct.unpack_from("<I", accept, 4)
         self.peer(accept[8:8 + size].hex())
 
@@ -375,6 +450,64 @@ class Borrower(FakeClient):
         self.send(base(BYE))
         self.expect("Done")
         return self.server.pool_line(self.number)
+
+
+def put(name=b"file", size=0, slots=1):
+    """A PUT to the server of 9_file."""
+    return base(PUT) + struct.pack("<IQ256s", slots, size, name)
+
+
+def numbers(type_, *which):
+    """A CHUNK or a CREDIT of 9_file."""
+    return base(type_) + struct.pack(f"<{len(which)}I", *which)
+
+
+def end(checksum):
+    """An END to the server of 9_file."""
+    return base(END) + struct.pack("<4xQ", checksum)
+
+
+def give_up(text=b""):
+    """An ERROR of 9_file."""
+    return base(ERROR) + struct.pack("<252s", text)
+
+
+class FileSender(FakeClient):
+    """A client of 9_file, in a session of its own. It has no WRITEs: it says by a
+    CHUNK that a chunk has been written, and the slots are full of zeros."""
+
+    def __init__(self, run, server):
+        super().__init__(run, server)
+        self.open_session()
+
+    def answer(self):
+        """Returns the next message of the server, and ignores that it is alive."""
+        while (message := self.receive()) == base(FILE_ALIVE):
+            pass
+        return message
+
+    def put(self, *args, **kwargs):
+        """Sends a PUT. Returns how many slots the server lends."""
+        self.send(put(*args, **kwargs))
+        message = self.answer()
+        assert message[:4] == base(READY), message
+        return struct.unpack_from("<I", message, 4)[0]
+
+    def credits(self):
+        """Returns the slots of the next CREDIT."""
+        message = self.answer()
+        assert message[:4] == base(CREDIT), message
+        return list(struct.unpack(f"<{len(message) // 4 - 1}I", message[4:]))
+
+    def refusal(self):
+        """Returns the reason that the server gives, and leaves."""
+        message = self.answer()
+        assert message[:4] == base(ERROR), message
+        reason = message[4:].split(b"\0")[0].decode()
+        self.expect("error: " + re.escape(reason) + "$")
+        self.send(give_up())
+        self.expect("Done")
+        return reason
 
 
 # ---- What not every machine permits ----

@@ -1,7 +1,9 @@
 """Peers that vanish, signals, wrong arguments: nothing is lost, and whatever goes
 wrong is said."""
 
+import concurrent.futures
 import fcntl
+import itertools
 import os
 import random
 import re
@@ -14,7 +16,7 @@ import time
 import pytest
 
 from conftest import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, QUICK, ROOT, SHORT,
-                      SUCCESS, owned_shm_files)
+                      SUCCESS, Server, owned_shm_files)
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
@@ -29,19 +31,22 @@ LONG = {
     "6_write": ["1048576", "100"],
     "7_queue": ["1048576", "100", "100000"],
     "8_malloc": ["100"],
+    "9_file": ["1000000000", "1"],
 }
 # What clients do that are not killed.
 OTHERS = {**QUICK, "6_write": ["65536", "100"], "7_queue": ["65536", "100", "3"]}
 # How many clients test_killed_clients kills. KILLS=50 takes minutes.
-KILLS = int(os.environ.get("KILLS", "6"))
+KILLS = int(os.environ.get("KILLS", "4"))
 
 
 @pytest.mark.builds("sanitized")  # it takes long
 @two_providers
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "8_malloc"])
+@pytest.mark.parametrize("program", [p for p in PROGRAMS
+                                     if p not in ("8_malloc", "9_file")])
 def test_killed_clients(serve, program, provider):
     """Clients that are killed at any moment. They cost the others nothing, two of
-    which are there at any time. For 8_malloc, see test_malloc.py."""
+    which are there at any time. For 8_malloc and 9_file, see test_malloc.py and
+    test_file.py."""
     server = serve(program, provider, **LIBFABRIC_LEAKS)
     with server.others(*OTHERS.get(program, [])):
         for _ in range(KILLS):
@@ -179,9 +184,9 @@ def test_no_memory(serve):
 @two_providers
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_signals(run, serve, build, program, provider):
-    """At any moment: while starting, idle, with a client, in a transfer."""
-    signums = [signal.SIGINT, signal.SIGTERM] * 2
-    for signum, moment in zip(signums, [0.05, 0.1, 0.2, 0.3]):
+    """At any moment: while starting, idle, with a client, in a transfer. Each
+    moment has a server of its own."""
+    def while_starting(signum, moment):
         server = run([f"{build}/{program}"], provider)
         time.sleep(moment)
         server.signal(signum)
@@ -190,18 +195,26 @@ def test_signals(run, serve, build, program, provider):
         # that of a library (PSM's exits with 1); main() never ends without a
         # word and a status other than 0.
         assert status == 0 or not server.output, server.output
-    for signum, moment in zip(signums, [0, 0.3, 0.6, 1.0]):
+
+    def with_a_client(signum, moment):
         server = serve(program, provider, **LIBFABRIC_LEAKS)
         client = server.start_client(*LONG[program])
         time.sleep(moment)
         server.stop(signum)
         client.signal(signal.SIGKILL)  # what it says: test_server_gone
 
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        tests = [pool.submit(when, signum, moment)
+                 for when, moments in [(while_starting, [0.05, 0.1, 0.2, 0.3]),
+                                       (with_a_client, [0, 0.3, 0.6, 1.0])]
+                 for signum, moment in zip([signal.SIGINT, signal.SIGTERM] * 2,
+                                           moments)]
+        for test in tests:
+            test.result()
+
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("program", PROGRAMS)
-@pytest.mark.parametrize("side", ["server", "client"])
-def test_second_signal(build, program, side):
+def test_second_signal(build):
     """A process that hangs does not get as far as closing. Then a second signal
     ends it at once. Here, it hangs because nobody reads what it prints."""
     reader, writer = os.pipe()
@@ -212,25 +225,30 @@ def test_second_signal(build, program, side):
             os.write(writer, b"x" * 4096)
     except BlockingIOError:
         fcntl.fcntl(writer, fcntl.F_SETFL, flags)
-    process = subprocess.Popen(
-        [f"{build}/{program}", *([ADDRESS] if side == "client" else [])],
-        cwd=ROOT, stdout=writer, stderr=subprocess.DEVNULL,
-        stdin=subprocess.DEVNULL,
+    # A server and a client of each program.
+    processes = [subprocess.Popen(
+        [f"{build}/{program}", *args], cwd=ROOT, stdout=writer,
+        stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL,
         env={**os.environ, "IPATH_NO_BACKTRACE": "1", "HFI_NO_BACKTRACE": "1"})
+        for program in PROGRAMS for args in [[], client_args(program)]]
     try:
-        while not catches(process.pid, signal.SIGINT):
+        while not all(catches(process.pid, signal.SIGINT) for process in processes):
             time.sleep(0.01)
         # Libraries may set handlers of their own before main() begins.
         time.sleep(1)
-        process.send_signal(signal.SIGINT)
+        for process in processes:
+            process.send_signal(signal.SIGINT)
         time.sleep(1)
-        assert process.poll() is None
-        assert not catches(process.pid, signal.SIGINT)
-        process.send_signal(signal.SIGINT)
-        assert process.wait(5) == -signal.SIGINT
+        for process in processes:
+            assert process.poll() is None, process.args
+            assert not catches(process.pid, signal.SIGINT)
+            process.send_signal(signal.SIGINT)
+        for process in processes:
+            assert process.wait(5) == -signal.SIGINT, process.args
     finally:
-        process.kill()
-        process.wait()
+        for process in processes:
+            process.kill()
+            process.wait()
         os.close(reader)
         os.close(writer)
 
@@ -278,10 +296,11 @@ def test_client_signals_shm(serve, signum):
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("program", PROGRAMS)
-def test_idle(serve, program):
+def test_idle(serve):
     """Servers that wait take less than 5 % of a core."""
-    servers = [serve(program, provider) for provider in PROVIDERS]
+    pool = concurrent.futures.ThreadPoolExecutor(8)
+    servers = list(pool.map(lambda which: serve(*which),
+                            itertools.product(PROGRAMS, PROVIDERS)))
 
     def ticks(server):
         with open(f"/proc/{server.process.popen.pid}/stat") as stat:
@@ -295,8 +314,9 @@ def test_idle(serve, program):
     seconds = time.monotonic() - started
     for server, earlier in zip(servers, before):
         used = (ticks(server) - earlier) / os.sysconf("SC_CLK_TCK")
-        assert used / seconds < 0.05, server.provider
-        server.stop()
+        assert used / seconds < 0.05, (server.program, server.provider)
+    list(pool.map(Server.stop, servers))
+    pool.shutdown()
 
 
 # ---- Arguments ----
@@ -348,12 +368,35 @@ WRONG_BLOCKS = {
 }
 
 
+WRONG_FILE = {
+    "no file": [ADDRESS],
+    "zero slots": [ADDRESS, "Makefile", "0"],
+    "negative slots": [ADDRESS, "Makefile", "-1"],
+    "no number": [ADDRESS, "Makefile", "x"],
+    "fraction": [ADDRESS, "Makefile", "1.5"],
+    "empty slots": [ADDRESS, "Makefile", ""],
+    "space": [ADDRESS, "Makefile", " 1"],
+    "too many slots": [ADDRESS, "Makefile", "65"],
+    "overflow": [ADDRESS, "Makefile", str(2**64 + 1)],
+    "too many": [ADDRESS, "Makefile", "8", "8"],
+}
+
+
+def client_args(program, address=ADDRESS):
+    """The fewest arguments that a client takes."""
+    return [address, "Makefile"] if program == "9_file" else [address]
+
+
 def wrong_arguments(program):
     wrong = dict(WRONG)
     if program in ("4_hello", "5_reverse"):
         wrong.update(WRONG_TEXT)
     elif program == "8_malloc":
         wrong.update(WRONG_BLOCKS)
+    elif program == "9_file":
+        # Otherwise, FILE is what is wrong.
+        wrong = {what: [*args, "Makefile"] for what, args in WRONG.items()}
+        wrong.update(WRONG_FILE)
     else:
         wrong.update(WRONG_SIZES)
     if program == "6_write":
@@ -368,7 +411,8 @@ def wrong_arguments(program):
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong_arguments(build, program):
-    for what, args in wrong_arguments(program).items():
+    def check(case):
+        what, args = case
         done = subprocess.run([f"{build}/{program}", *args], cwd=ROOT,
                               text=True, capture_output=True, check=False,
                               timeout=20)
@@ -378,14 +422,18 @@ def test_wrong_arguments(build, program):
         # Before it has turned to anybody.
         assert "Sent" not in done.stdout, (what, done)
 
+    # Libraries sleep for 0.2 s before main() begins.
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        list(pool.map(check, wrong_arguments(program).items()))
+
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_address_of_another_provider(build, program):
     """It is well-formed; only this provider has no such addresses."""
     for address in [ADDRESS[:-2], b"fi_shm://1:0:0\0".hex()]:
-        done = subprocess.run([f"{build}/{program}", address], cwd=ROOT,
-                              text=True, capture_output=True, check=False,
-                              timeout=20)
+        done = subprocess.run([f"{build}/{program}", *client_args(program, address)],
+                              cwd=ROOT, text=True, capture_output=True,
+                              check=False, timeout=20)
         assert done.returncode == 1
         assert "is not an address of provider" in done.stderr
         assert "Sent" not in done.stdout
@@ -418,7 +466,7 @@ def test_list(build):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_provider(build, program):
     """An error that says what was tried."""
-    for args in [], [ADDRESS]:
+    for args in [], client_args(program):
         done = subprocess.run([f"{build}/{program}", *args], cwd=ROOT, text=True,
                               capture_output=True, check=False,
                               env={**os.environ, "FI_PROVIDER": "none"})

@@ -2,6 +2,7 @@
 and others nothing: in each test, other clients come and go meanwhile."""
 
 import contextlib
+import os
 import re
 import socket
 import struct
@@ -9,9 +10,10 @@ import time
 
 import pytest
 
-from conftest import (ACCEPT, ALIVE, BYE, CONNECT, FREE, LIBFABRIC_LEAKS, MALLOC,
-                      PROGRAMS, QUICK, REPLY, SHORT, USAGE, FakeClient, base,
-                      request)
+from conftest import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, CREDIT, ERROR,
+                      FREE, LIBFABRIC_LEAKS, MALLOC, PROGRAMS, QUICK, READY, REPLY,
+                      SAVED, SHORT, USAGE, FakeClient, base, end, give_up, numbers,
+                      put, request)
 
 TEXT, RANDOM_FILL, PROGRESS = 4, 4, 5
 HUGE = 2**64 - 1
@@ -115,6 +117,33 @@ def session_messages(program):
             "after good ones": [base(ALIVE), request(MALLOC, 64),
                                 request(USAGE)[:-8]],
         }
+    if program == "9_file":
+        good = put(size=9 << 20, slots=8)
+        return {
+            "short": [b"x"],
+            "empty": [b""],
+            "type": [base(99)],
+            "CONNECT": [base(CONNECT) + good[4:]],
+            "ACCEPT": [base(ACCEPT) + bytes(260)],
+            "PUT cut short": [good[:-1]],
+            "no slots": [put(size=9 << 20, slots=0)],
+            "too many slots": [put(size=9 << 20, slots=65)],
+            "slots huge": [put(size=9 << 20, slots=2**32 - 1)],
+            "CHUNK before PUT": [numbers(CHUNK, 0)],
+            "END before PUT": [end(0)],
+            "ERROR cut short": [give_up()[:-1]],
+            "second PUT": [good, good],
+            "CHUNK beyond the end": [good, numbers(CHUNK, 9)],
+            "CHUNK huge": [good, numbers(CHUNK, 2**32 - 1)],
+            "half a CHUNK": [good, numbers(CHUNK, 0)[:-1]],
+            "END cut short": [good, end(0)[:-1]],
+            "READY": [good, base(READY) + bytes(36)],
+            "CREDIT": [good, numbers(CREDIT, 0)],
+            "SAVED": [good, base(SAVED)],
+            "half an ERROR": [good, base(ERROR)],
+            "after good ones": [good, numbers(CHUNK, 0, 1), end(0), base(99)],
+            "after the END": [put(), end(0), numbers(CHUNK, 0)],
+        }
     good = fill(program)
     messages = {
         "empty": [b""],
@@ -162,6 +191,10 @@ def test_in_a_session(run, serve, program, provider):
                 client.send(message)
             client.expect("error: bad message: ")
             assert len(server.errors()) == list(bad).index(what) + 1
+            # The server of 9_file says why, and waits until the client gives up.
+            if program == "9_file":
+                client.send(base(BYE))
+                client.expect("Done")
     server.check_client()
     server.stop()
 
@@ -196,24 +229,30 @@ def test_bye(run, serve, program, provider):
     done."""
     server = serve(program, provider)
     client = FakeClient(run, server)
+    end_of_session = "Done"
+    if program == "9_file":
+        end_of_session = "error: the client has left before its file was saved$"
     with others(server):
         client.open_session()
         client.send(base(BYE))
-        client.expect("Done")
+        client.expect(end_of_session)
         if program == "5_reverse":
             work = base(TEXT) + b"x" * 60000
         elif program == "8_malloc":
             work = request(MALLOC, 1 << 20)
+        elif program == "9_file":
+            work = put(size=9 << 20, slots=8)
         else:
             work = fill(program, 1 << 20, indices=[0] * 200)
         client.open_session()
         client.send(work)
         client.send(base(BYE))
-        client.expect("Done")
+        client.expect(end_of_session)
         assert not re.search(rf"^\[{client.number}\] .*100%",
                              server.process.output, re.M)
-    assert not server.errors()
+    assert len(server.errors()) == 2 * (program == "9_file")
     server.check_client()
+    assert program != "9_file" or not os.listdir(server.folder)
     server.stop()
 
 

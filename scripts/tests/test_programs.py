@@ -30,6 +30,7 @@ def check_all(server, clients, timeout=120):
         assert client.wait(timeout) == 0, \
             client.output + "\nserver:\n" + server.process.output
         assert SUCCESS[server.program] in client.output
+        server.check_file(client)
     assert not server.errors()
 
 
@@ -267,7 +268,7 @@ def test_one_after_the_other(serve, program, args):
 @pytest.mark.parametrize("provider", ["", "udp;ofi_rxd"],
                          ids=["default", "udp;ofi_rxd"])
 def test_two_hosts(serve, hosts, provider):
-    for program in "4_hello", "7_queue":
+    for program in "4_hello", "7_queue", "9_file":
         server = serve(program, provider, netns=hosts[0])
         assert "0a7b0001" in server.address  # 10.123.0.1
         server.check_client(netns=hosts[1])

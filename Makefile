@@ -10,6 +10,8 @@
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
+#   FILE_SIZE, SLOTS
+#                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
 
 BUILD ?= build
 CXXFLAGS ?= -O2 -g
@@ -93,7 +95,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test bench bench-variants lint figures clean help
+.PHONY: demo test bench bench-variants bench-file lint figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -112,6 +114,12 @@ bench bench-variants:
 	  $(BUILD)/bench_loop
 	@BUILD=$(BUILD) scripts/bench/bench.sh \
 	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
+
+# RUNS, FILE_SIZE, SLOTS, PROVIDERS: see scripts/bench/bench_file.py.
+bench-file:
+	@scripts/install-deps.sh build bench
+	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/9_file
+	@BUILD=$(BUILD) scripts/bench/bench.sh --file
 
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
@@ -142,6 +150,7 @@ help:
 	@echo 'make test       build and check everything'
 	@echo 'make bench      measure 7_queue beside what this machine can do'
 	@echo 'make bench-variants  and what each of the things that made it fast does'
+	@echo 'make bench-file measure 9_file beside what this machine can do'
 	@echo 'make diff-7     what 7 adds to the program before it'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'

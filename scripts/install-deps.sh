@@ -52,9 +52,11 @@ for group in "$@"; do
       need iproute2 iproute command -v ip
       need libfabric-bin libfabric command -v fi_info
       need iperf3 iperf3 command -v iperf3
+      need socat socat command -v socat
       ;;
     bench)
       need iperf3 iperf3 command -v iperf3
+      need socat socat command -v socat
       need python3-matplotlib python3-matplotlib python_with matplotlib
       ;;
     lint)

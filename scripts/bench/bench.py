@@ -1,7 +1,7 @@
 """Measures 7_queue, and beside it what this machine can do at its best.
 
 Usage: scripts/bench/bench.sh [--variants [NAME...]]
-       (make bench, make bench-variants)
+       (make bench, make bench-variants; for 9_file see bench_file.py)
 
 Without arguments: 7_queue for each provider and page size, and in turn with it
   memcpy     one copy of the same pages,
@@ -110,8 +110,8 @@ CHANGES = [
 
 def to_bytes(text):
     """64K is 65536."""
-    factor = {"K": 1 << 10, "M": 1 << 20}.get(text[-1].upper(), 1)
-    return int(text.rstrip("KMkm")) * factor
+    factor = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1].upper(), 1)
+    return int(text.rstrip("KMGkmg")) * factor
 
 
 def to_text(size):
@@ -145,6 +145,7 @@ def two_cores():
 
 
 WRITER, TARGET = two_cores()
+ANY_CORE = None  # the scheduler places the program
 
 
 def environment(provider):
@@ -155,13 +156,14 @@ def environment(provider):
 
 
 @contextlib.contextmanager
-def background(core, provider, *command):
-    """Starts a program and ends it at the end of the block. Its output can be read
-    from stdout."""
+def background(core, provider, *command, folder=None):
+    """Starts a program, in the current folder or another one, and ends it at the
+    end of the block. Its output can be read from stdout."""
+    pin = [] if core is ANY_CORE else ["taskset", "-c", str(core)]
     # setpriv ends the program even if we are killed.
     with subprocess.Popen(
-            ["setpriv", "--pdeathsig", "TERM", "taskset", "-c", str(core), *command],
-            env=environment(provider), text=True,
+            ["setpriv", "--pdeathsig", "TERM", *pin, *command],
+            env=environment(provider), cwd=folder, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         # Reading from a program that hangs then ends, too.
         alarm = threading.Timer(TIME_LIMIT, process.kill)
@@ -207,13 +209,13 @@ def server_address(server):
 
 
 def measure_queue(provider, size, writes, pages=None, folder=BUILD,
-                  hosts=((), ())):
+                  hosts=((), ()), cores=(WRITER, TARGET)):
     """7_queue. Also returns the most memory that its server ever had, in bytes."""
     program = os.path.join(folder, "7_queue")
     pages = pages or num_pages(size)
     repeat = max(1, round(writes / (2 * pages)))
-    with background(WRITER, provider, *hosts[0], program) as server:
-        run(TARGET, provider, *hosts[1], program, server_address(server),
+    with background(cores[0], provider, *hosts[0], program) as server:
+        run(cores[1], provider, *hosts[1], program, server_address(server),
             str(size), str(pages), str(repeat))
         found = read_until(
             server, r"\[([0-9.]+)s\] WRITE: 100%.* bw=([0-9.]+).* ([0-9.]+)Mpps")
@@ -293,11 +295,15 @@ def tcp_ip():
     return socket.inet_ntop(socket.AF_INET, address[4:8])
 
 
-def measure_iperf3(ip, seconds=1, hosts=((), ())):
-    """One stream; returns bits a second."""
+def free_port(ip):
     with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as free:
         free.bind(("", 0))
-        port = str(free.getsockname()[1])
+        return str(free.getsockname()[1])
+
+
+def measure_iperf3(ip, seconds=1, hosts=((), ())):
+    """One stream; returns bits a second."""
+    port = free_port(ip)
     with background(TARGET, "", *hosts[1], "iperf3", "--server", "--one-off",
                     "--bind", ip, "--port", port, "--forceflush") as server:
         read_until(server, "^Server listening")
@@ -415,6 +421,9 @@ class Results:
     of a program are in the order of the rounds, so that those of two programs can
     be compared in pairs."""
 
+    HEADER = ["program", "provider", "page_size", "num_pages", "settings", "run",
+              "writes_per_second", "gbps"]
+
     def __init__(self):
         self.rates = {}
         self.settings = {}  # of the bare loops, by the same keys
@@ -436,19 +445,20 @@ class Results:
         pairs = list(zip(self.rates.get(key, []), self.rates.get(other, [])))
         return statistics.median(a / b for a, b in pairs) if pairs else None
 
+    def row(self, key, number, rate):
+        """A run, as HEADER names its columns."""
+        return [*key, num_pages(key[2]), self.settings.get(key, ""), number,
+                f"{rate:.0f}", f"{rate * key[2] * 8e-9:.4f}"]
+
     def write_csv(self, path):
         """Each run, then the median, whose "run" is empty."""
         with open(path, "w", newline="") as file:
             writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(["program", "provider", "page_size", "num_pages",
-                             "settings", "run", "writes_per_second", "gbps"])
+            writer.writerow(self.HEADER)
             for key, rates in self.rates.items():
                 runs = [*enumerate(rates, 1), ("", statistics.median(rates))]
                 for number, rate in runs:
-                    gbps = rate * key[2] * 8e-9
-                    writer.writerow([*key, num_pages(key[2]),
-                                     self.settings.get(key, ""), number,
-                                     f"{rate:.0f}", f"{gbps:.4f}"])
+                    writer.writerow(self.row(key, number, rate))
 
 
 def show(ratio):
@@ -501,6 +511,13 @@ def print_latency(results, providers):
             for program, width in [("8_malloc", 9), ("READ loop", 10)]))
 
 
+def print_reached(rows):
+    print("\nTargets:")
+    for what, sign, target, reached in rows:
+        reached = "not measured" if reached is None else f"{reached:.2f}"
+        print(f"{what:<50} {sign} {target:.2f}   {reached}")
+
+
 def print_targets(results, providers, long):
     def ratio(size, provider, *limit):
         return results.ratio(("7_queue", provider, size), (*limit, size))
@@ -527,10 +544,7 @@ def print_targets(results, providers, long):
                                        ("8_malloc", provider, READ_SIZE))
         rows.append((f"{provider}: latency of a READ / bare loop", "<=", 1.1,
                      ratio_of_rates))
-    print("\nTargets:")
-    for what, sign, target, reached in rows:
-        reached = "not measured" if reached is None else f"{reached:.2f}"
-        print(f"{what:<50} {sign} {target:.2f}   {reached}")
+    print_reached(rows)
 
 
 def draw(results, providers, sizes, path):
@@ -568,6 +582,16 @@ def draw(results, providers, sizes, path):
     axes.legend(handlelength=4, frameon=False)
     figure.tight_layout()
     figure.savefig(path)
+
+
+def write_results(results, name, draw_figure):
+    results.write_csv(os.path.join(BUILD, f"{name}.csv"))
+    print(f"\nWritten: {BUILD}/{name}.csv (all runs)")
+    try:
+        draw_figure(os.path.join(BUILD, f"{name}.svg"))
+        print(f"Written: {BUILD}/{name}.svg")
+    except ImportError as error:
+        print(f"Not drawn: {BUILD}/{name}.svg ({error})")
 
 
 # ---- The benchmark ----
@@ -664,13 +688,8 @@ def bench(providers, sizes):
     print_table(results, providers, sizes)
     print_latency(results, providers)
     print_targets(results, providers, long)
-    results.write_csv(os.path.join(BUILD, "bench.csv"))
-    print(f"\nWritten: {BUILD}/bench.csv (all runs)")
-    try:
-        draw(results, providers, sizes, os.path.join(BUILD, "bench.svg"))
-        print(f"Written: {BUILD}/bench.svg")
-    except ImportError as error:
-        print(f"Not drawn: {BUILD}/bench.svg ({error})")
+    write_results(results, "bench",
+                  lambda path: draw(results, providers, sizes, path))
 
 
 # ---- Variants ----
@@ -741,10 +760,21 @@ def bench_variants(providers, sizes, names):
     print(f"\nWritten: {BUILD}/bench-variants.csv (all runs)")
 
 
+def exit_on_signals():
+    """Either way to interrupt us ends the programs that we have started. A second
+    signal is ignored, because it would end the cleaning up."""
+    signums = [signal.SIGINT, signal.SIGTERM]
+
+    def interrupt(*_):
+        for signum in signums:
+            signal.signal(signum, signal.SIG_IGN)
+        sys.exit("interrupted")
+    for signum in signums:
+        signal.signal(signum, interrupt)
+
+
 def main():
-    # Either way to interrupt us ends the programs that we have started.
-    for signum in [signal.SIGINT, signal.SIGTERM]:
-        signal.signal(signum, lambda *_: sys.exit("interrupted"))
+    exit_on_signals()
     known = [change[0] for change in CHANGES]
     names = sys.argv[2:] or known
     if (sys.argv[1:] and not VARIANTS) or not set(names) <= set(known):

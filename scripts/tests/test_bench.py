@@ -1,4 +1,4 @@
-"""The benchmark: it measures. What it finds is not tested."""
+"""The benchmarks: they measure. What they find is not tested."""
 
 import contextlib
 import csv
@@ -13,16 +13,22 @@ import xml.etree.ElementTree
 import pytest
 
 import bench
+import bench_file
 from conftest import ROOT, owned_shm_files
 
 # As little as can be measured.
 LITTLE = {"RUNS": "1", "SIZES": "64K", "PROVIDERS": "shm tcp", "LINK": "",
-          "SECONDS_PER_RUN": "0.01", "LONG": "2000"}
+          "SECONDS_PER_RUN": "0.01", "LONG": "2000",
+          "FILE_SIZE": "5000000", "SLOTS": "8 1"}
 BENCH = "scripts/bench/bench.sh"
 PROGRAMS = [("7_queue", "shm"), ("7_queue", "tcp"), ("best loop", "shm"),
             ("best loop", "tcp"), ("our loop", "shm"), ("our loop", "tcp"),
             ("memcpy", ""), ("iperf3", "")]
 SIZES = [1 << 16]
+FILE_SLOTS = [1, 8]
+FILE_PLACES = ["shm", "tcp", "shm, slow disk", "tcp, slow disk"]
+FILE_LIMITS = [("7_queue", "shm"), ("7_queue", "tcp"), ("cp", ""), ("socat", ""),
+               ("writing a file", "")]
 RATE = r"[0-9]+\.[0-9]+"
 
 
@@ -37,8 +43,14 @@ def run_bench(build, *arguments, **env):
 
 def link_programs(folder):
     """Results are written beside the programs, but should not appear in build."""
-    for program in ["7_queue", "8_malloc", "bench_loop"]:
+    for program in ["7_queue", "8_malloc", "9_file", "bench_loop"]:
         (folder / program).symlink_to(f"{ROOT}/build/{program}")
+
+
+def bench_folders(pid=""):
+    """Those that a benchmark of 9_file has left."""
+    return [name for name in os.listdir(bench_file.MEMORY)
+            if name.startswith(f"bench-file.{pid}")]
 
 
 def read_csv(path):
@@ -83,6 +95,73 @@ def test_bench(tmp_path):
             assert row["settings"] == bench.our_settings(row["provider"])
         else:
             assert row["settings"] == ""
+
+
+def test_file(tmp_path):
+    link_programs(tmp_path)
+    before = bench_folders()
+    (tmp_path / "matplotlib.py").write_text("raise ImportError('hidden')\n")
+    output = run_bench(str(tmp_path), "--file", PYTHONPATH=str(tmp_path))
+    assert not set(bench_folders()) - set(before)
+    for program, place in FILE_LIMITS:
+        line = f"{program} {place}".strip()
+        assert re.search(f"^{line} +{RATE}$", output, re.M), output
+    rows = []
+    for place in FILE_PLACES:
+        # The slow disk is compared with nothing but itself.
+        ratios = rf" +{RATE}( +-){{4}}" if "disk" in place else rf"( +{RATE}){{5}}"
+        rows += [f"^{place} +{slots} +{RATE}{ratios}$" for slots in FILE_SLOTS]
+    for row in rows:
+        assert len(re.findall(row, output, re.M)) == 1, (row, output)
+    targets = output[output.index("Targets:"):].splitlines()[1:]
+    targets = targets[:targets.index("")]
+    assert len(targets) == 7
+    assert [line for line in targets if "not measured" in line] == targets[6:]
+    assert re.search(r"^Not drawn: .*bench-file\.svg \(hidden\)$", output, re.M)
+
+    expected = {("9_file", place, str(slots), run) for place in FILE_PLACES
+                for slots in FILE_SLOTS for run in ["1", ""]}
+    expected |= {(*limit, "", run) for limit in FILE_LIMITS for run in ["1", ""]}
+    rows = read_csv(tmp_path / "bench-file.csv")
+    keys = [(r["program"], r["place"], r["slots"], r["run"]) for r in rows]
+    assert len(keys) == len(expected) and set(keys) == expected
+    assert all(float(row["gbps"]) > 0 for row in rows)
+
+
+def test_file_draw(tmp_path, monkeypatch):
+    """Also without tcp."""
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(bench_file, "SLOTS", FILE_SLOTS)
+    results = bench_file.Results()
+    for place in FILE_PLACES:
+        for slots in FILE_SLOTS:
+            results.add("9_file", place, slots, 10)
+    for program, place in FILE_LIMITS:
+        results.add(program, place, "", 20)
+    for providers in [["shm", "tcp"], ["shm"]]:
+        bench_file.draw(results, providers, tmp_path / "bench.svg")
+        root = xml.etree.ElementTree.parse(tmp_path / "bench.svg").getroot()
+        assert root.tag.endswith("svg")
+
+
+@pytest.mark.usefixtures("small_file")
+def test_file_incomplete():
+    """A copy that is too short is an error. It is removed, too."""
+    with bench_file.two_files() as (whole, quarter):
+        assert os.path.getsize(whole) == 5000 and os.path.getsize(quarter) == 1250
+        with pytest.raises(RuntimeError, match="only 1250 bytes"):
+            with bench_file.target_of(whole) as target:
+                os.link(quarter, target)
+        assert not os.path.exists(target)
+        folder = os.path.dirname(whole)
+    assert not os.path.exists(folder)
+
+
+def test_file_too_large(monkeypatch):
+    monkeypatch.setattr(bench_file, "FILE_SIZE", 1 << 60)
+    with pytest.raises(SystemExit, match="/dev/shm has room for .* FILE_SIZE must be"):
+        with bench_file.two_files():
+            pass
 
 
 def test_draw(tmp_path):
@@ -155,6 +234,21 @@ def test_link(capsys):
         assert 0 < rate * bench.LINK_SIZE * 8 < 1.1 * 500e6
 
 
+@pytest.fixture
+def small_file(monkeypatch):
+    monkeypatch.setattr(bench_file, "FILE_SIZE", 5000)
+
+
+@pytest.mark.usefixtures("slow_link", "small_file")
+def test_file_link():
+    results = bench_file.Results()
+    with bench_file.two_files() as (_, quarter):
+        bench_file.measure_link(results, quarter)
+    assert {key: len(rates) for key, rates in results.rates.items()} == {
+        ("9_file", "link", 1): 1, ("9_file", "link", 8): 1,
+        ("7_queue", "link", ""): 1, ("socat", "link", ""): 1}
+
+
 @pytest.mark.usefixtures("slow_link")
 def test_link_is_removed():
     """The processes that keep the namespaces end, also after a failure."""
@@ -167,10 +261,12 @@ def test_link_is_removed():
     assert not any(os.path.exists(f"/proc/{pid}") for pid in keepers)
 
 
-def test_no_link(monkeypatch, tmp_path, capsys):
+@pytest.mark.parametrize("measure", [
+    bench.measure_link, lambda results: bench_file.measure_link(results, "")])
+def test_no_link(monkeypatch, tmp_path, capsys, measure):
     monkeypatch.setattr(bench, "LINK", "2gbit")
     monkeypatch.setenv("PATH", str(tmp_path))
-    bench.measure_link(bench.Results())
+    measure(bench.Results())
     assert re.search("^No link of 2gbit: .*unshare.*\n$", capsys.readouterr().out)
 
 
@@ -225,20 +321,25 @@ def children(pid, program):
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_interrupted(tmp_path, signum):
-    """The programs that it has started end with it."""
+@pytest.mark.parametrize("arguments,program", [([], "bench_loop"),
+                                               (["--file"], "9_file")])
+def test_interrupted(tmp_path, signum, arguments, program):
+    """The programs that it has started end with it, and its files are gone."""
     link_programs(tmp_path)
     process = subprocess.Popen(
-        [BENCH], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        env={**os.environ, **LITTLE, "SECONDS_PER_RUN": "10", "BUILD": str(tmp_path)})
+        [BENCH, *arguments], cwd=ROOT, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, **LITTLE, "SECONDS_PER_RUN": "10", "RUNS": "100",
+             "FILE_SIZE": "100M", "BUILD": str(tmp_path)})
     end = time.monotonic() + 60
-    while len(started := children(process.pid, "bench_loop")) < 2:
+    while len(started := children(process.pid, program)) < 2:
         assert process.poll() is None and time.monotonic() < end
         time.sleep(0.1)
     process.send_signal(signum)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and output == b"interrupted\n"
     assert not any(os.path.exists(f"/proc/{pid}") for pid in started)
+    assert not bench_folders(process.pid)
     # libfabric now and then misses the signal, and has to be killed.
     for name in owned_shm_files(started):
         os.unlink("/dev/shm/" + name)

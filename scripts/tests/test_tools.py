@@ -65,8 +65,8 @@ def test_libfabric_home(tmp_path, how):
 
 def test_help_and_diff():
     output = make("help")
-    for target in ["make demo", "make test", "make bench", "make diff-7",
-                   "make exercise-4", "make figures", "make clean"]:
+    for target in ["make demo", "make test", "make bench", "make bench-file",
+                   "make diff-7", "make exercise-4", "make figures", "make clean"]:
         assert target in output
     for number, program in enumerate(PROGRAMS[1:], 5):
         assert f"+++ b/src/{program}.cpp" in make(f"diff-{number}")
@@ -99,11 +99,11 @@ PACKAGES = {
         "g++ make pkg-config libfabric-dev libxxhash-dev python3-pytest",
     ("apt-get", "build test"):
         "g++ make pkg-config libfabric-dev libxxhash-dev git python3-pytest "
-        "python3-pytest-xdist iproute2 libfabric-bin iperf3",
-    ("apt-get", "bench"): "iperf3 python3-matplotlib",
+        "python3-pytest-xdist iproute2 libfabric-bin iperf3 socat",
+    ("apt-get", "bench"): "iperf3 socat python3-matplotlib",
     ("dnf", "build test"):
         "gcc-c++ make pkgconf-pkg-config libfabric-devel xxhash-devel git "
-        "python3-pytest python3-pytest-xdist iproute libfabric iperf3",
+        "python3-pytest python3-pytest-xdist iproute libfabric iperf3 socat",
     ("dnf", "figures"): "chromium liberation-sans-fonts nodejs-npm",
 }
 

@@ -11,8 +11,9 @@ cd "$(dirname "$0")/.."
 # The tests look for the programs here.
 export BUILD=build
 make -j2 all build/sender build/allocator build/bench_loop
+# Reports need line numbers, and nothing else that takes a compiler long (-g1).
 make -j2 all build/sanitized/allocator BUILD=build/sanitized \
-  CXXFLAGS="-O1 -g -fno-omit-frame-pointer -fsanitize=address,undefined"
+  CXXFLAGS="-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined"
 
 python=$(python_with pytest xdist)
 # Most tests spend their time waiting, so several of them wait at a time.

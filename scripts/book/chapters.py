@@ -483,7 +483,8 @@ def check_targets(page):
 # An address is a word of hexadecimal digits, and no 0x comes before it.
 ADDRESS = re.compile(r"\b[0-9a-f]{16,}\b")
 # The server of 9_file saves files where it is started.
-SERVER = re.compile(r"(cd \S+ && )?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w+)(\s+#.*)?")
+SERVER = re.compile(
+    r"(?:\((cd \S+ && ))?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w+)\)?(\s+#.*)?")
 PROGRESS = re.compile(r"WRITE: \d+%, (\d+)/(\d+)")
 # Seconds for a command.
 LIMIT = 60

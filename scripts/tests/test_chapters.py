@@ -456,7 +456,7 @@ Received 13 bytes: Hello, world!
 
 ```console
 $ mkdir -p build/elsewhere
-$ cd build/elsewhere && FI_PROVIDER=shm ../4_hello
+$ (cd build/elsewhere && FI_PROVIDER=shm ../4_hello)
 domain: shm, fabric: shm, provider: shm
 Run the client with the following command:
   FI_PROVIDER='shm' ../4_hello 0123456789abcdef

@@ -11,8 +11,6 @@ import pytest
 from conftest import PROGRAMS, PROVIDERS, QUICK, RXM_BUFFERS, SUCCESS
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 # How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
 CLIENTS = int(os.environ.get("CLIENTS", "8"))
 
@@ -175,9 +173,8 @@ def test_four_clients(serve, program, provider):
 # ---- Much at a time ----
 
 @pytest.mark.builds("plain")
-@two_providers
-@pytest.mark.parametrize("program,args", [("5_reverse", []),
-                                          ("7_queue", ["4096", "10", "1"])])
+@pytest.mark.parametrize("program,args,provider", [
+    ("5_reverse", [], ""), *(("7_queue", ["4096", "10", "1"], p) for p in ["", "shm"])])
 def test_crowd(serve, program, args, provider):
     """Seventy clients at once, many more than the server has room for. In 7_queue,
     a large transfer goes on meanwhile."""
@@ -192,8 +189,7 @@ def test_crowd(serve, program, args, provider):
 
 
 @pytest.mark.builds("plain")
-@two_providers
-@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+@pytest.mark.parametrize("program,provider", [("5_reverse", ""), ("7_queue", "shm")])
 def test_server_stood_still(serve, program, provider):
     """Clients that come while the server is stopped are served afterwards. For a
     client, silence begins to mean something after 10 s."""

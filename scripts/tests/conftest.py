@@ -135,6 +135,7 @@ class Process:
     def _read(self):
         for line in self.popen.stdout:
             self.lines.append(line)
+        self.ended = time.monotonic()
 
     @property
     def output(self):

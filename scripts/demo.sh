@@ -37,8 +37,10 @@ label() {
   local line after_command=
   while IFS= read -r line; do
     printf '%s | %s\n' "$1" "$line"
-    # The line after this one is the client's command; the address ends it.
+    # The line after this one is the client's command. The address ends it, or
+    # FILE comes next.
     if [ -n "$after_command" ]; then
+      line=${line% FILE}
       echo "${line##* }" >"$dir/address.new"
       mv "$dir/address.new" "$dir/address"
     fi

@@ -1432,7 +1432,7 @@ std::string DescribeRate(uint64_t bytes, double seconds) {
 // Prints which interface the server uses, and how to reach it.
 void PrintClientCommand(const char* program, const Network& net) {
   printf("%s\n", Describe(net.domain->info).c_str());
-  printf("Run the client with the following command:\n  %s%s %s\n",
+  printf("Run the client with the following command:\n  %s%s %s FILE\n",
          ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
 }
 
@@ -1634,8 +1634,9 @@ struct PutRequestState {
       SlowDown();
       const uint8_t* data = buf.data + slot * chunk_size;
       size_t size = BytesOf(s.chunk, chunk_size, file_size);
-      s.checksum = Checksum(s.chunk, data, size);
       file.Write(data, size, s.chunk * chunk_size);
+      // Afterwards, so that it reveals a WRITE that came while we wrote.
+      s.checksum = Checksum(s.chunk, data, size);
     });
   }
 

@@ -205,7 +205,7 @@ def read_until(process, pattern):
 
 def server_address(server):
     read_until(server, "^Run the client")
-    return read_until(server, r" ([0-9a-f]+)\n").group(1)
+    return read_until(server, r" ([0-9a-f]+)( FILE)?\n").group(1)
 
 
 def measure_queue(provider, size, writes, pages=None, folder=BUILD,

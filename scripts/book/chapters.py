@@ -643,7 +643,7 @@ class Rerun:
         # exec, so that the process that we end is the server.
         process = self.run(["bash", "-c", f"{cd}exec {path}"] if cd else [path], **env)
         try:
-            match = process.wait_for(r"following command:\n.* ([0-9a-f]+)\n")
+            match = process.wait_for(r"following command:\n.* ([0-9a-f]+)( FILE)?\n")
         except AssertionError:  # it has ended, which may be what is shown
             process.signal(signal.SIGKILL)
             self.status = process.wait()

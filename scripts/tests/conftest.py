@@ -248,7 +248,7 @@ class Server:
         self.process = run([*wrapper, os.path.join(ROOT, self.path)], provider,
                            netns, cwd=self.folder, **env)
         match = self.process.wait_for(
-            r"following command:\n.* ([0-9a-f]+)\n")
+            r"following command:\n.* ([0-9a-f]+)( FILE)?\n")
         self.address = match.group(1)
 
     def start_client(self, *args, netns=None, **env):

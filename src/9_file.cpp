@@ -1402,7 +1402,7 @@ void SendError(Session& session, const std::string& text) {
 
 // Sends the numbers of chunks or of slots, and clears them. While an earlier
 // message is on its way, they wait, and others join them. So however many there
-// are, the other side needs RECVs for only one or two messages.
+// are, they don't use up the other side's RECVs.
 void SendNumbers(Session& session, AppMessageType type,
                  std::vector<uint32_t>& numbers) {
   if (numbers.empty() || !session.outbox.AllSent()) return;

@@ -2,6 +2,8 @@
 //
 // An operation that libfabric has no room for waits in a queue of its endpoint,
 // so the code that posts it can forget it. The server measures the bandwidth.
+//
+// Based on 6_write.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -20,25 +22,26 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <charconv>
 #include <chrono>
 #include <cmath>
 #include <deque>
+#include <exception>
 #include <functional>
 #include <list>
+#include <memory>
 #include <new>
+#include <numeric>
+#include <optional>
 #include <random>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 #include <vector>
-
-#ifdef USE_CUDA
-#include <cuda_runtime.h>
-#endif
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
@@ -56,36 +59,24 @@ constexpr uint32_t kApiVersion =
 // What this program uses of libfabric: the capabilities of fi_getinfo(3).
 constexpr uint64_t kCaps = FI_MSG | FI_RMA;
 
-constexpr size_t kMaxAddressSize = 256;        // bytes
-constexpr size_t kMaxMessageSize = 64 * 1024;  // bytes
-constexpr size_t kBufferAlign = 4096;          // bytes
-constexpr size_t kHugePageSize = 2 << 20;      // bytes
-constexpr size_t kRecvCount = 8;               // RECVs posted at a time
-
-// Entries that are read from the completion queue at a time, and entries that
-// it holds: more than we ever have operations in flight.
-constexpr size_t kCompletionQueueReadCount = 16;
-constexpr size_t kCompletionQueueSize = 8192;
-
-// After so many polls without a completion, a loop gives the core to others.
-// Not after each poll: one may move data without completing anything, and the
-// others may keep the core for long.
-constexpr size_t kPollsPerYield = 64;
+constexpr size_t kMaxAddressSize = 256;           // bytes
+constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
+constexpr size_t kBufferAlign = 4096;             // bytes
+constexpr size_t kHugePageSize = 2 << 20;         // bytes
+constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
+constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
-constexpr auto kQuietLimit = 2s;  // without a completion, then we poll slowly
-constexpr auto kIdlePause = 1ms;  // between two looks at quiet queues
+constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;   // for a first message, despite a signal
+constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
+constexpr size_t kMaxClients = 8;    // that are served at a time
 
-constexpr size_t kMaxClients = 8;     // that are served at a time
-constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
-constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
-constexpr auto kListenPeriod = 1ms;   // between two looks for new clients
-constexpr auto kReportPeriod = 1s;    // between two reports of progress
-
-constexpr size_t kBufferCount = 2;           // of a client, for pages
-constexpr size_t kMaxMemoryRegions = 16;     // that a client may offer
-constexpr size_t kMaxPageSize = 16 << 20;    // bytes
-constexpr size_t kSourceMemory = 512 << 20;  // bytes, for all clients' pages
+constexpr size_t kMaxPageSize = 16 << 20;     // bytes
+constexpr size_t kMaxTransfer = 512 << 20;    // bytes, all pages of all clients
+constexpr size_t kMaxRepeat = 1'000'000'000;  // times that pages are written
 
 // Limits of the WRITEs in flight to a client. Without the limit in bytes, a
 // message would have to queue behind gigabytes. Most providers have no room for
@@ -96,28 +87,49 @@ constexpr size_t kMaxOutstandingBytes = 16 << 20;
 // WRITEs that are posted each time that the completion queue is read.
 constexpr size_t kWritesPerPoll = 16;
 
-// How many times a client may have its pages written.
-constexpr size_t kMaxRepeat = 1'000'000'000;
+// After so many polls without a completion, a loop gives the core to others.
+// Not after each poll: one may move data without completing anything, and the
+// others may keep the core for long.
+constexpr size_t kPollsPerYield = 64;
+
+constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
+constexpr auto kReportPeriod = 1s;   // between two reports of progress
 
 // ---------------------------------------------------------------------------
-// Errors and signals
+// Errors, signals, text
 // ---------------------------------------------------------------------------
+
+// Describes an error number of libfabric (fi_errno(3)).
+std::string ErrorText(int error) {
+  std::string text = fi_strerror(error);
+  if (error == FI_ENOMEM) {
+    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
+  }
+  return text;
+}
 
 // Throws if a function of libfabric has failed. Such functions return 0 or a
-// count if all went well, otherwise a negative error number (fi_errno(3)).
+// count if all went well, otherwise a negative error number.
 void FiCheck(ssize_t ret, const std::string& what) {
-  if (ret < 0) {
-    throw std::runtime_error(what + ": " + fi_strerror(static_cast<int>(-ret)));
-  }
+  if (ret >= 0) return;
+  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
 }
 
-void Close(struct fid* fid, const char* what) {
-  int ret = fi_close(fid);
-  if (ret != 0) {
-    fprintf(stderr, "warning: fi_close of the %s: %s\n", what,
-            fi_strerror(-ret));
+// Owns an object of libfabric, and closes it. C++ destroys the members of a
+// struct in reverse order, so each object is declared after those that it uses.
+template <typename T>
+struct Owned {
+  T* ptr = nullptr;
+
+  Owned() = default;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  operator T*() const { return ptr; }
+  ~Owned() {
+    int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
+    if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
   }
-}
+};
 
 // Set by the first signal that asks us to end. All loops look at it, so that
 // everything is closed on the way out.
@@ -128,88 +140,26 @@ void HandleSignal(int signum) {
   signal(signum, SIG_DFL);  // a second one ends the process at once
 }
 
-void InstallSignalHandlers() {
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
-  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+void CheckInterrupted() {
+  if (g_interrupted) throw std::runtime_error("interrupted");
 }
 
-// ---------------------------------------------------------------------------
-// GPU memory: all calls of CUDA
-// ---------------------------------------------------------------------------
-
-#ifdef USE_CUDA
-
-inline constexpr const char* kNoGpu = "no GPU";
-
-void CudaCheck(cudaError_t ret, const char* what) {
-  if (ret != cudaSuccess) {
-    throw std::runtime_error(std::string(what) + ": " +
-                             cudaGetErrorString(ret));
+// Replaces the control characters in a text from the other side, because a
+// terminal would obey them: those of ASCII, and U+0080 to U+009F in UTF-8.
+std::string Printable(std::string text) {
+  unsigned char before = 0;
+  for (char& character : text) {
+    auto byte = static_cast<unsigned char>(character);
+    bool control = byte < 0x20 || byte == 0x7f ||
+                   (before == 0xc2 && byte >= 0x80 && byte < 0xa0);
+    if (control) character = '?';
+    before = byte;
   }
+  return text;
 }
-
-// Returns the first GPU that CUDA_VISIBLE_DEVICES allows; -1 if there is none.
-int FindGpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
-}
-
-// Allocates zeroed memory.
-void* CudaAlloc(size_t bytes) {
-  void* data = nullptr;
-  CudaCheck(cudaMalloc(&data, bytes), "cudaMalloc");
-  CudaCheck(cudaMemset(data, 0, bytes), "cudaMemset");
-  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  return data;
-}
-
-void CudaFree(void* data) { cudaFree(data); }
-
-// Copies between host and GPU, in either direction. cudaMemcpy may return
-// before the copy has ended, and the adapter would then send what was there
-// before.
-void CudaCopy(void* to, const void* from, size_t bytes) {
-  CudaCheck(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
-  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-}
-
-// Makes data that an adapter has written visible to the GPU. The completion is
-// in host memory and the data in GPU memory, and PCI Express may have brought
-// the completion first. Call it between the completion and the use of the data.
-// Does nothing if the GPU keeps that order by itself.
-void CudaFlushWrites(int gpu) {
-  int ordering = 0;
-  int options = 0;
-  CudaCheck(cudaDeviceGetAttribute(&ordering,
-                                   cudaDevAttrGPUDirectRDMAWritesOrdering, gpu),
-            "cudaDeviceGetAttribute");
-  CudaCheck(cudaDeviceGetAttribute(
-                &options, cudaDevAttrGPUDirectRDMAFlushWritesOptions, gpu),
-            "cudaDeviceGetAttribute");
-  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner ||
-      (options & cudaFlushGPUDirectRDMAWritesOptionHost) == 0) {
-    return;
-  }
-  CudaCheck(cudaDeviceFlushGPUDirectRDMAWrites(
-                cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
-                cudaFlushGPUDirectRDMAWritesToOwner),
-            "cudaDeviceFlushGPUDirectRDMAWrites");
-}
-
-#else  // Built without CUDA: no GPU is found, and nothing else is called.
-
-inline constexpr const char* kNoGpu = "built without CUDA";
-
-int FindGpu() { return -1; }
-void* CudaAlloc(size_t) { return nullptr; }
-void CudaFree(void*) {}
-void CudaCopy(void*, const void*, size_t) {}
-void CudaFlushWrites(int) {}
-
-#endif
 
 // ---------------------------------------------------------------------------
-// Addresses and buffers
+// Addresses
 // ---------------------------------------------------------------------------
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
@@ -244,194 +194,9 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// Memory that can be registered, and its registration. While an operation is
-// in flight the adapter may use its buffer at any time, so declare a buffer
-// before the Network that uses it. Then C++ closes the Network first.
-struct Buffer {
-  uint8_t* data = nullptr;
-  size_t size = 0;              // bytes
-  struct fid_mr* mr = nullptr;  // set by Domain::RegisterMemory
-  int gpu = -1;                 // the GPU that has the memory; -1: the host
-
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { Free(); }
-
-  // Allocates zeroed memory. Writing the zeros makes sure that every page of it
-  // exists, which a provider may demand before registration (FI_MR_ALLOCATED).
-  void Alloc(size_t bytes) {
-    size = bytes;
-    size_t align = kBufferAlign;
-    // Large buffers are on huge pages, which need fewer entries in the page
-    // tables and in the adapter's copy of them.
-    if (size >= kHugePageSize) align = kHugePageSize;
-    size_t rounded = (size + align - 1) / align * align;
-    data = static_cast<uint8_t*>(aligned_alloc(align, rounded));
-    if (data == nullptr) throw std::bad_alloc();
-    if (align == kHugePageSize) madvise(data, rounded, MADV_HUGEPAGE);
-    memset(data, 0, rounded);
-  }
-
-  void AllocOnGpu(size_t bytes, int on_gpu) {
-    data = static_cast<uint8_t*>(CudaAlloc(bytes));
-    size = bytes;
-    gpu = on_gpu;
-  }
-
-  void CopyIn(size_t offset, const void* from, size_t len) {
-    gpu < 0 ? (void)memcpy(data + offset, from, len)
-            : CudaCopy(data + offset, from, len);
-  }
-
-  void CopyOut(size_t offset, void* to, size_t len) const {
-    gpu < 0 ? (void)memcpy(to, data + offset, len)
-            : CudaCopy(to, data + offset, len);
-  }
-
-  void Free() {
-    if (mr) Close(&mr->fid, "memory region");
-    gpu < 0 ? free(data) : CudaFree(data);
-    mr = nullptr;
-    data = nullptr;
-    gpu = -1;
-  }
-};
-
 // ---------------------------------------------------------------------------
-// Operations
+// Domain and buffers
 // ---------------------------------------------------------------------------
-
-enum class RdmaOpType : uint8_t {
-  kRecv,
-  kSend,
-  kWrite,
-  kRemoteWrite,  // posted by the other side; we see only its completion
-};
-
-// Where the data of a WRITE comes from, and where it goes.
-struct RdmaWriteOp {
-  Buffer* buf = nullptr;
-  size_t offset = 0;      // bytes from the start of buf
-  size_t len = 0;         // bytes
-  uint64_t dest_ptr = 0;  // from the owner of the memory
-  uint64_t dest_key = 0;  // from the owner of the memory
-  uint32_t imm_data = 0;  // 0: none; some providers carry no more than 4 bytes
-};
-
-struct RdmaOp;
-
-// Called once, when an operation has completed. It may post others.
-using RdmaCallback = std::function<void(const RdmaOp&)>;
-
-// A work request: an operation for libfabric to do, and the function to call
-// when it is done.
-struct RdmaOp {
-  // Must come first: some providers keep notes of their own here while the
-  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
-  RdmaOpType type = RdmaOpType::kRecv;
-  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND
-  Buffer* buf = nullptr;
-  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
-  RdmaWriteOp write = {};
-  RdmaCallback callback = nullptr;
-  std::string error = {};  // set at completion; empty if all went well
-
-  const char* Name() const {
-    switch (type) {
-      case RdmaOpType::kRecv:
-        return "RECV";
-      case RdmaOpType::kSend:
-        return "SEND";
-      case RdmaOpType::kWrite:
-        return "WRITE";
-      case RdmaOpType::kRemoteWrite:
-        return "remote WRITE";
-    }
-    return "operation";
-  }
-
-  // Throws if the operation has failed.
-  void Check() const {
-    if (error.empty()) return;
-    bool to_peer = type != RdmaOpType::kRecv;
-    throw std::runtime_error(
-        std::string(Name()) + " failed: " + error +
-        (to_peer ? "; is the other side still running?" : ""));
-  }
-};
-
-// ---------------------------------------------------------------------------
-// Domain and Network
-// ---------------------------------------------------------------------------
-
-// An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter. Declare it before everything that
-// uses it, so that it is closed last.
-struct Domain {
-  struct fi_info* info = nullptr;
-  struct fid_fabric* fabric = nullptr;
-  struct fid_domain* domain = nullptr;
-  uint64_t next_key = 1;
-  // Complete a WRITE only when the data is in the peer's memory.
-  uint64_t write_flags = FI_DELIVERY_COMPLETE;
-
-  Domain() = default;
-  Domain(const Domain&) = delete;
-  Domain& operator=(const Domain&) = delete;
-  ~Domain();
-
-  void Open(struct fi_info* list);
-  void RegisterMemory(Buffer& buf, uint64_t access);
-  size_t MaxMessageSize() const;
-};
-
-// An endpoint, where operations are posted, and what belongs to it: a
-// completion queue, which says what became of them, an address vector, which
-// holds the addresses of peers, and an event queue.
-struct Network {
-  Domain* domain = nullptr;
-  struct fid_av* av = nullptr;
-  struct fid_cq* cq = nullptr;
-  struct fid_eq* eq = nullptr;
-  struct fid_ep* ep = nullptr;
-  Address addr;                       // our own
-  Clock::time_point last_completion;  // of anything but a SEND
-  std::chrono::seconds silence_limit = kSilenceLimit;
-
-  std::deque<RdmaOp> ops;           // as many as were ever in use at a time
-  std::vector<RdmaOp*> free_ops;    // those of them that are not in use
-  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
-  uint64_t eagain_count = 0;        // how many times it had none (-FI_EAGAIN)
-  // Callbacks for WRITEs from the other side, by their immediate data.
-  std::unordered_map<uint32_t, RdmaCallback> remote_writes;
-
-  Network() = default;
-  Network(const Network&) = delete;
-  Network& operator=(const Network&) = delete;
-  ~Network();
-
-  void Open(Domain& open_domain);
-  fi_addr_t AddPeerAddress(const Address& address);
-
-  void PostRecv(Buffer& buf, const RdmaCallback& callback);
-  void PostSend(fi_addr_t peer, Buffer& buf, size_t len,
-                const RdmaCallback& callback);
-  void PostWrite(fi_addr_t peer, const RdmaWriteOp& write,
-                 const RdmaCallback& callback);
-  void AddRemoteWrite(uint32_t imm_data, const RdmaCallback& callback);
-  size_t PollCompletion();
-  void WaitUntil(const char* what, const std::function<bool()>& done);
-
-  void Post(RdmaOp request);
-  void ProgressPendingOps();
-  bool Submit(RdmaOp* op);
-  void Complete(void* context, size_t len, const std::string& error);
-  void CompleteRemoteWrite(uint32_t imm_data);
-  void ReadError();
-  Clock::duration CheckSilence(const char* what) const;
-};
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -439,11 +204,14 @@ std::string ProviderSetting() {
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
 }
 
+// What fi_getinfo(3) says about an interface, and about those after it; and the
+// function that frees it.
+using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
 // first. FI_PROVIDER narrows the choice, and so does `same`, to one interface.
-// The caller owns the list; see fi_getinfo(3).
-struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
-  struct fi_info* hints = fi_allocinfo();
+Info GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
+  Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
@@ -458,7 +226,6 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
-
   if (same != nullptr) {
     hints->fabric_attr->prov_name = strdup(same->fabric_attr->prov_name);
     hints->fabric_attr->name = strdup(same->fabric_attr->name);
@@ -466,29 +233,11 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   }
 
   struct fi_info* info = nullptr;
-  int ret = fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints, &info);
-  fi_freeinfo(hints);
-  FiCheck(ret,
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
               "program needs (`fi_info -t FI_EP_RDM` lists what there is)");
-  return info;
-}
-
-// Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
-// and the interface that we would use anyway supports it. We do not change to
-// another interface for it: a libfabric without CUDA would offer shm, which
-// reaches nobody outside this host.
-struct fi_info* GetInfoWithGpu() {
-  struct fi_info* plain = GetInfo(kCaps);
-  if (FindGpu() < 0) return plain;
-  try {
-    struct fi_info* with_gpu = GetInfo(kCaps | FI_HMEM, plain);
-    fi_freeinfo(plain);
-    return with_gpu;
-  } catch (const std::runtime_error&) {
-    return plain;
-  }
+  return Info(info, fi_freeinfo);
 }
 
 // Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
@@ -517,405 +266,388 @@ std::string Describe(const struct fi_info* info) {
          ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
 }
 
-// Opens the first interface of a list made by GetInfo, and owns the list from
-// then on.
-void Domain::Open(struct fi_info* list) {
-  info = list;
-  FiCheck(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
-  FiCheck(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
+// An interface that has been opened: its fabric, which is the network, and its
+// domain, which is our access to the adapter.
+struct Domain {
+  Info info;
+  Owned<struct fid_fabric> fabric;
+  Owned<struct fid_domain> domain;
+  uint64_t next_key = 1;
+  // Complete a WRITE only when the data is in the peer's memory.
+  uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
-  // The shm provider copies the data of a WRITE when we post it, or before any
-  // later WRITE, so the data is in place in time even if we do not ask for
-  // that. If we ask, the provider of libfabric 1.17 has the other side copy it
-  // under a lock, and waits for ever if that side is killed in the meantime. It
-  // copies GPU memory in no other way.
-  if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
-      (info->caps & FI_HMEM) == 0) {
-    write_flags = 0;
-  }
-}
-
-// Opens an endpoint on a domain, which must outlive it.
-void Network::Open(Domain& open_domain) {
-  domain = &open_domain;
-  struct fi_av_attr av_attr = {};
-  FiCheck(fi_av_open(domain->domain, &av_attr, &av, nullptr), "fi_av_open");
-
-  struct fi_cq_attr cq_attr = {};
-  cq_attr.size = kCompletionQueueSize;
-  cq_attr.format = FI_CQ_FORMAT_DATA;
-  FiCheck(fi_cq_open(domain->domain, &cq_attr, &cq, nullptr), "fi_cq_open");
-
-  // Without an event queue, the efa provider ends the process on some errors of
-  // a peer. We never read it: such a peer falls silent, and we notice that.
-  struct fi_eq_attr eq_attr = {};
-  FiCheck(fi_eq_open(domain->fabric, &eq_attr, &eq, nullptr), "fi_eq_open");
-
-  FiCheck(fi_endpoint(domain->domain, domain->info, &ep, nullptr),
-          "fi_endpoint");
-  FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
-  FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV),
-          "fi_ep_bind (completion queue)");
-  FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind (event queue)");
-  FiCheck(fi_enable(ep), "fi_enable");
-
-  size_t length = kMaxAddressSize;
-  addr.resize(length);
-  FiCheck(fi_getname(&ep->fid, addr.data(), &length), "fi_getname");
-  addr.resize(length);
-  last_completion = Clock::now();
-}
-
-// Closes the endpoint first, because the operations that are still in flight
-// use everything else.
-Network::~Network() {
-  if (ep) Close(&ep->fid, "endpoint");
-  if (eq) Close(&eq->fid, "event queue");
-  if (cq) Close(&cq->fid, "completion queue");
-  if (av) Close(&av->fid, "address vector");
-}
-
-Domain::~Domain() {
-  if (domain) Close(&domain->fid, "domain");
-  if (fabric) Close(&fabric->fid, "fabric");
-  if (info) fi_freeinfo(info);
-}
-
-// Tells the adapter about a buffer, and which operations may use it from now on
-// (FI_SEND, FI_RECV ...; see fi_mr(3)).
-void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
-  struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
-  struct fi_mr_attr attr = {};
-  attr.mr_iov = &iov;
-  attr.iov_count = 1;
-  attr.access = access;
-  // Used by providers that let us choose the key (those without
-  // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-  attr.requested_key = next_key++;
-  if (buf.gpu >= 0) {
-    attr.iface = FI_HMEM_CUDA;
-    attr.device.cuda = buf.gpu;
-  }
-  int ret = fi_mr_regattr(domain, &attr, 0, &buf.mr);
-  FiCheck(ret, "fi_mr_regattr of " + std::to_string(buf.size) + " bytes" +
-                   (ret == -FI_ENOMEM
-                        ? " (the limit of locked memory, `ulimit -l`, may be "
-                          "too low)"
-                        : ""));
-}
-
-// Returns the greatest length of a message, in bytes. Server and client use the
-// same provider, so it is the same for both.
-size_t Domain::MaxMessageSize() const {
-  return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
-}
-
-// Returns libfabric's number for a peer's address. Nothing is sent, so a peer
-// that does not exist shows later, as an error or as silence.
-fi_addr_t Network::AddPeerAddress(const Address& address) {
-  // An address that is a name ends with a zero byte and begins as ours does.
-  // Any other address is as long as ours.
-  bool fits = domain->info->addr_format == FI_ADDR_STR
-                  ? !address.empty() && address.back() == 0 &&
-                        address.front() == addr.front()
-                  : address.size() == addr.size();
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
-    throw std::runtime_error("\"" + ToHex(address) +
-                             "\" is not an address of provider " +
-                             domain->info->fabric_attr->prov_name +
-                             "; do both sides use the same FI_PROVIDER?");
-  }
-  return peer;
-}
-
-// Posts a RECV: the next message, from anybody, goes into `buf`.
-void Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
-  RdmaOp op = {.type = RdmaOpType::kRecv,
-               .buf = &buf,
-               .len = buf.size,
-               .callback = callback};
-  Post(std::move(op));
-}
-
-// Sends the first `len` bytes of `buf`, which must not change until the SEND
-// has completed.
-void Network::PostSend(fi_addr_t peer, Buffer& buf, size_t len,
-                       const RdmaCallback& callback) {
-  RdmaOp op = {.type = RdmaOpType::kSend,
-               .peer = peer,
-               .buf = &buf,
-               .len = len,
-               .callback = callback};
-  Post(std::move(op));
-}
-
-// Posts a WRITE into memory of the peer, whose program takes no part in it.
-void Network::PostWrite(fi_addr_t peer, const RdmaWriteOp& write,
-                        const RdmaCallback& callback) {
-  RdmaOp op = {.type = RdmaOpType::kWrite,
-               .peer = peer,
-               .buf = write.buf,
-               .len = write.len,
-               .write = write,
-               .callback = callback};
-  Post(std::move(op));
-}
-
-// Calls back once, when a WRITE with this immediate data has arrived here. Has
-// to be called before the WRITE can arrive.
-void Network::AddRemoteWrite(uint32_t imm_data, const RdmaCallback& callback) {
-  remote_writes[imm_data] = callback;
-}
-
-// Hands an operation to libfabric, or keeps it until there is room. Once one
-// has to wait, all later ones wait behind it, so that none overtakes another.
-void Network::Post(RdmaOp request) {
-  if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
-  RdmaOp* op = free_ops.back();
-  *op = std::move(request);
-  free_ops.pop_back();
-  if (pending_ops.empty() && Submit(op)) return;
-  pending_ops.push_back(op);
-}
-
-// Hands over what has been waiting, as far as there is room.
-void Network::ProgressPendingOps() {
-  while (!pending_ops.empty() && Submit(pending_ops.front())) {
-    pending_ops.pop_front();
-  }
-}
-
-// Hands an operation to libfabric. Returns false if there is no room for it now
-// (-FI_EAGAIN); reading the completion queue makes room. See fi_msg(3).
-bool Network::Submit(RdmaOp* op) {
-  void* desc = fi_mr_desc(op->buf->mr);
-  struct iovec iov = {.iov_base = op->buf->data, .iov_len = op->len};
-  ssize_t ret = 0;
-  switch (op->type) {
-    case RdmaOpType::kRecv: {
-      ret = fi_recv(ep, op->buf->data, op->len, desc, FI_ADDR_UNSPEC, op);
-      break;
+  // Opens the first interface of a list.
+  explicit Domain(Info list) : info(std::move(list)) {
+    printf("%s\n", Describe(info.get()).c_str());
+    FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
+    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    // A provider would answer -FI_EAGAIN for ever to what it cannot do.
+    if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {
+      throw std::runtime_error(std::string(info->fabric_attr->prov_name) +
+                               " has no immediate data; try another provider");
     }
-    case RdmaOpType::kSend: {
-      struct fi_msg msg = {};
-      msg.msg_iov = &iov;
-      msg.desc = &desc;
-      msg.iov_count = 1;
-      msg.addr = op->peer;
-      msg.context = op;
-      // Complete only when the data is in place at the peer. The default of a
-      // provider may be a weaker level (fi_cq(3)).
-      ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
-      break;
+    // The shm provider copies the data of a WRITE in time even if we do not ask
+    // for that. If we ask, the provider of libfabric 1.17 has the other side
+    // copy it under a lock, and waits for ever if that side is killed. It
+    // copies GPU memory in no other way.
+    if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
+        (info->caps & FI_HMEM) == 0) {
+      write_flags = 0;
     }
-    case RdmaOpType::kWrite: {
-      const RdmaWriteOp& write = op->write;
-      iov.iov_base = write.buf->data + write.offset;
-      struct fi_rma_iov to = {
-          .addr = write.dest_ptr, .len = write.len, .key = write.dest_key};
+  }
+
+  // Returns the greatest length of a message, in bytes. Server and client use
+  // the same provider, so it is the same for both.
+  size_t MaxMessageSize() const {
+    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
+  }
+};
+
+// Memory, and the function that frees it.
+using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+
+// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+Memory AllocHost(size_t size) {
+  size_t align = kBufferAlign;
+  // Large buffers are on huge pages, which need fewer entries in the page
+  // tables and in the adapter's copy of them.
+  if (size >= kHugePageSize) align = kHugePageSize;
+  size_t rounded = (size + align - 1) / align * align;
+  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) throw std::bad_alloc();
+  if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
+  memset(data.get(), 0, rounded);
+  return data;
+}
+
+// Memory of a GPU. All calls of CUDA are at the end of this file.
+int FindGpu();  // -1 if there is none
+Memory CudaAlloc(size_t size);
+void CudaCopy(void* to, const void* from, size_t size);
+bool CudaFlushWrites(int gpu);
+
+// Registered memory: the adapter knows it, and which operations may use it
+// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
+// adapter may use its buffer at any time, so declare a buffer before the
+// Network that uses it. Then C++ closes the Network first.
+struct Buffer {
+  size_t size;  // bytes
+  int gpu;      // that has the memory; -1: the host
+  Memory data;
+  Owned<struct fid_mr> mr;
+
+  Buffer(Domain& domain, size_t bytes, uint64_t access, int on_gpu = -1)
+      : size(bytes),
+        gpu(on_gpu),
+        data(gpu < 0 ? AllocHost(bytes) : CudaAlloc(bytes)) {
+    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
+    struct fi_mr_attr attr = {};
+    attr.mr_iov = &iov;
+    attr.iov_count = 1;
+    attr.access = access;
+    // Used by providers that let us choose the key (those without
+    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
+    attr.requested_key = domain.next_key++;
+    if (gpu >= 0) {
+      attr.iface = FI_HMEM_CUDA;
+      attr.device.cuda = gpu;
+    }
+    FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
+            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+  }
+
+  void CopyIn(size_t offset, const void* from, size_t len) {
+    gpu < 0 ? (void)memcpy(&data[offset], from, len)
+            : CudaCopy(&data[offset], from, len);
+  }
+
+  void CopyOut(size_t offset, void* to, size_t len) const {
+    gpu < 0 ? (void)memcpy(to, &data[offset], len)
+            : CudaCopy(to, &data[offset], len);
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Operations and completions
+// ---------------------------------------------------------------------------
+
+enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
+
+// A work request: an operation for libfabric to do, and the function to call
+// once when it is done, which may post others.
+struct RdmaOp {
+  // Must come first: some providers keep notes of their own here while the
+  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
+  struct fi_context2 context = {};
+  RdmaOpType type = RdmaOpType::kRecv;
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
+  Buffer* buf = nullptr;
+  size_t len = 0;            // bytes; of a RECV, set when a message has arrived
+  size_t offset = 0;         // of a WRITE, in buf
+  uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
+  uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
+  uint32_t imm_data = 0;     // of a WRITE; 0: none; 4 bytes is all efa has
+  std::function<void(const RdmaOp&)> callback = nullptr;
+  std::string error = {};  // set at completion; empty if all went well
+
+  // Returns whether the peer's program takes no part in it.
+  bool OneSided() const { return type > RdmaOpType::kSend; }
+
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    constexpr const char* kNames[] = {"RECV", "SEND", "WRITE"};
+    std::string hint;
+    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
+    if (OneSided()) hint += " Or has it refused the access?";
+    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
+                             (" failed: " + error) + hint);
+  }
+};
+
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
+struct Network {
+  Domain& domain;
+  std::deque<RdmaOp> ops;         // as many as were ever in use at a time
+  std::vector<RdmaOp*> free_ops;  // those of them that are not in use
+
+  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
+  uint64_t eagain_count = 0;        // how many times it had none (-FI_EAGAIN)
+
+  Address addr;  // our own
+  // When anything but a SEND has last completed.
+  Clock::time_point last_completion = Clock::now();
+  // Called when a WRITE from the other side has arrived that brought immediate
+  // data, and told that data. No operation of ours has to do with it.
+  std::function<void(uint32_t)> on_imm_data;
+  Owned<struct fid_av> av;
+  Owned<struct fid_cq> cq;
+  Owned<struct fid_eq> eq;
+  Owned<struct fid_ep> ep;
+
+  explicit Network(Domain& open_domain) : domain(open_domain) {
+    struct fi_av_attr av_attr = {};
+    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
+    struct fi_cq_attr cq_attr = {};
+    cq_attr.size = kCompletionQueueSize;
+    cq_attr.format = FI_CQ_FORMAT_DATA;
+    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+            "fi_cq_open");
+    // Without an event queue, the efa provider ends the process on some errors
+    // of a peer. We never read it: such a peer falls silent, and we notice.
+    struct fi_eq_attr eq_attr = {};
+    FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
+            "fi_eq_open");
+
+    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+            "fi_endpoint");
+    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
+    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
+            "fi_ep_bind (completion queue)");
+    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_enable(ep), "fi_enable");
+
+    size_t length = kMaxAddressSize;
+    addr.resize(length);
+    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    addr.resize(length);
+  }
+
+  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
+  // that does not exist shows later, as an error or as silence.
+  fi_addr_t AddPeerAddress(const Address& address) {
+    // An address that is a name ends with a zero byte and begins as ours does.
+    // Any other address is as long as ours.
+    bool fits = domain.info->addr_format == FI_ADDR_STR
+                    ? !address.empty() && address.back() == 0 &&
+                          address.front() == addr.front()
+                    : address.size() == addr.size();
+    fi_addr_t peer = FI_ADDR_UNSPEC;
+    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+      throw std::runtime_error("\"" + ToHex(address) +
+                               "\" is not an address of provider " +
+                               domain.info->fabric_attr->prov_name +
+                               "; do both sides use the same FI_PROVIDER?");
+    }
+    return peer;
+  }
+
+  // Hands an operation to libfabric, or keeps it until there is room. Its buffer
+  // must not change until it has completed. Once one operation has to wait, all
+  // later ones wait behind it, so that none overtakes another.
+  void Post(RdmaOp request) {
+    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
+    RdmaOp* op = free_ops.back();
+    *op = std::move(request);
+    free_ops.pop_back();
+    pending_ops.push_back(op);
+    ProgressPendingOps();
+  }
+
+  // Hands over what is waiting, as far as libfabric has room.
+  void ProgressPendingOps() {
+    while (!pending_ops.empty()) {
+      RdmaOp* op = pending_ops.front();
+      ssize_t ret = Submit(op);
+      if (ret == -FI_EAGAIN) {
+        ++eagain_count;
+        return;  // reading completions makes room
+      }
+      pending_ops.pop_front();
+      if (ret != 0) op->error = ErrorText(static_cast<int>(-ret));
+      op->Check();
+    }
+  }
+
+  // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
+  ssize_t Submit(RdmaOp* op) {
+    void* desc = fi_mr_desc(op->buf->mr);
+    struct iovec iov = {.iov_base = &op->buf->data[op->offset],
+                        .iov_len = op->len};
+    if (op->OneSided()) {
+      struct fi_rma_iov remote = {
+          .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
       struct fi_msg_rma msg = {};
       msg.msg_iov = &iov;
       msg.desc = &desc;
       msg.iov_count = 1;
       msg.addr = op->peer;
-      msg.rma_iov = &to;
+      msg.rma_iov = &remote;
       msg.rma_iov_count = 1;
       msg.context = op;
-      msg.data = write.imm_data;
-      ret = fi_writemsg(
-          ep, &msg,
-          domain->write_flags | (write.imm_data ? FI_REMOTE_CQ_DATA : 0));
-      break;
+      msg.data = op->imm_data;
+      uint64_t imm_flag = op->imm_data != 0 ? FI_REMOTE_CQ_DATA : 0;
+      return fi_writemsg(ep, &msg, domain.write_flags | imm_flag);
     }
-    case RdmaOpType::kRemoteWrite:
-      break;  // never posted
+    struct fi_msg msg = {};
+    msg.msg_iov = &iov;
+    msg.desc = &desc;
+    msg.iov_count = 1;
+    msg.addr = op->peer;
+    msg.context = op;
+    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
+    // Complete only when the data is in place at the peer. The default of a
+    // provider may be a weaker level (fi_cq(3)).
+    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
   }
-  if (ret == -FI_EAGAIN) {
-    ++eagain_count;
-    return false;
-  }
-  if (ret != 0) op->error = fi_strerror(static_cast<int>(-ret));
-  op->Check();
-  return true;
-}
 
-// Reads what has completed and calls back. Many providers work only while we
-// read: they have no thread of their own. Returns the number of completions.
-// Throws if something is wrong with the endpoint, or if a callback does.
-size_t Network::PollCompletion() {
-  ProgressPendingOps();
-  struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
-  ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
-  if (ret == -FI_EAGAIN) return 0;
-  if (ret == -FI_EAVAIL) {
-    ReadError();
-    return 1;
-  }
-  FiCheck(ret, "fi_cq_read");
-  for (ssize_t i = 0; i < ret; ++i) {
-    if (cqe[i].flags & FI_REMOTE_WRITE) {
-      CompleteRemoteWrite(static_cast<uint32_t>(cqe[i].data));
-      continue;
+  // Reads what has completed and calls back. Many providers work only while we
+  // read: they have no thread of their own. Returns the number of completions.
+  // Throws if something is wrong with the endpoint, or if a callback does.
+  size_t PollCompletion() {
+    ProgressPendingOps();
+    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    if (ret == -FI_EAGAIN) return 0;
+    if (ret == -FI_EAVAIL) {
+      ReadError();
+      return 1;
     }
-    Complete(cqe[i].op_context, cqe[i].len, "");
-  }
-  return static_cast<size_t>(ret);
-}
-
-// Ends an operation: makes its RdmaOp free for another one, and calls back.
-void Network::Complete(void* context, size_t len, const std::string& error) {
-  if (context == nullptr) return;  // not an operation of ours
-  auto* op = static_cast<RdmaOp*>(context);
-  RdmaOp done = std::move(*op);
-  free_ops.push_back(op);
-  // A SEND may complete on this side alone: it says nothing about the peer.
-  if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
-  done.error = error;
-  if (done.type == RdmaOpType::kRecv && error.empty()) {
-    if (len > done.len) done.error = "the message is longer than the buffer";
-    done.len = len;
-  }
-  done.callback(done);
-}
-
-// Calls back for a WRITE from the other side. Ignores it if nobody waits for
-// it.
-void Network::CompleteRemoteWrite(uint32_t imm_data) {
-  last_completion = Clock::now();
-  auto it = remote_writes.find(imm_data);
-  if (it == remote_writes.end()) return;
-  RdmaCallback callback = it->second;
-  remote_writes.erase(it);
-  callback({.type = RdmaOpType::kRemoteWrite});
-}
-
-// Reads a failed operation, which is the next entry of the completion queue.
-// Only fi_cq_readerr can read it.
-void Network::ReadError() {
-  struct fi_cq_err_entry entry = {};
-  ssize_t ret = fi_cq_readerr(cq, &entry, 0);
-  if (ret == -FI_EAGAIN) return;
-  FiCheck(ret, "fi_cq_readerr");
-  std::string error = fi_strerror(entry.err);
-  const char* detail =
-      fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
-  if (detail != nullptr && error != detail) {
-    error += " (" + std::string(detail) + ")";
-  }
-  // Some providers do not say which operation has failed.
-  if (entry.op_context == nullptr) {
-    throw std::runtime_error("an operation failed: " + error);
-  }
-  Complete(entry.op_context, 0, error);
-}
-
-// Polls the completion queue until `done` returns true. Error messages begin
-// with `what`. Only a client waits like this; a server must not, because all
-// its clients would have to wait, too.
-void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
-  last_completion = Clock::now();
-  size_t empty_polls = 0;
-  while (!done()) {
-    if (g_interrupted) throw std::runtime_error("interrupted");
-    if (PollCompletion() > 0) continue;
-    if (CheckSilence(what) > kQuietLimit) {
-      std::this_thread::sleep_for(kIdlePause);
-    } else if (++empty_polls % kPollsPerYield == 0) {
-      // The other side may need the core to answer us.
-      std::this_thread::yield();
+    FiCheck(ret, "fi_cq_read");
+    // A callback that throws must not cost the entries after it.
+    std::exception_ptr failure;
+    for (ssize_t i = 0; i < ret; ++i) {
+      try {
+        if (cqe[i].flags & FI_REMOTE_WRITE) {
+          last_completion = Clock::now();
+          if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
+          continue;
+        }
+        Complete(cqe[i].op_context, cqe[i].len, "");
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
     }
+    if (failure) std::rethrow_exception(failure);
+    return static_cast<size_t>(ret);
   }
-}
 
-// Returns for how long nothing has completed. Throws if that is too long: some
-// providers never report that a peer has gone, and silence is all that there is
-// to notice.
-Clock::duration Network::CheckSilence(const char* what) const {
-  Clock::duration quiet = Clock::now() - last_completion;
-  if (quiet < silence_limit) return quiet;
-  throw std::runtime_error(
-      std::string(what) + ": nothing has happened for " +
-      std::to_string(silence_limit.count()) +
-      " s; is the other side running, with the same FI_PROVIDER?");
-}
+  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  void Complete(void* context, size_t len, const std::string& error) {
+    if (context == nullptr) return;  // not an operation of ours
+    auto* op = static_cast<RdmaOp*>(context);
+    RdmaOp done = std::move(*op);
+    free_ops.push_back(op);
+    // A SEND may complete on this side alone: it says nothing about the peer.
+    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    done.error = error;
+    if (done.type == RdmaOpType::kRecv && error.empty()) {
+      if (len > done.len) done.error = "the message is longer than the buffer";
+      done.len = len;
+    }
+    done.callback(done);
+  }
 
-// ---------------------------------------------------------------------------
-// Messages
-// ---------------------------------------------------------------------------
+  // Reads a failed operation, which is the next entry of the completion queue.
+  // Only fi_cq_readerr can read it.
+  void ReadError() {
+    struct fi_cq_err_entry entry = {};
+    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_cq_readerr");
+    std::string error = ErrorText(entry.err);
+    const char* detail =
+        fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
+    // Some providers do not say which operation has failed.
+    if (entry.op_context == nullptr) {
+      throw std::runtime_error("an operation failed: " + error);
+    }
+    Complete(entry.op_context, 0, error);
+  }
 
-using Message = std::vector<uint8_t>;
-
-// Keeps RECVs posted, and keeps what they receive until somebody takes it.
-struct Inbox {
-  Buffer bufs[kRecvCount];
-  std::deque<RdmaOp> arrivals;  // completed RECVs
-
-  void Open(Network& net) {
-    for (Buffer& buf : bufs) {
-      buf.Alloc(net.domain->MaxMessageSize());
-      net.domain->RegisterMemory(buf, FI_RECV);
-      PostRecv(net, buf);
+  // Polls until `done` returns true. Error messages begin with `what`. During
+  // the first `grace`, it goes on in spite of a signal. Only a client waits
+  // like this; a server must not, because all its clients would have to wait,
+  // too.
+  void WaitUntil(const char* what, const std::function<bool()>& done,
+                 Clock::duration grace = 0s,
+                 std::chrono::seconds limit = kSilenceLimit) {
+    Clock::time_point start = Clock::now();
+    last_completion = start;
+    size_t empty_polls = 0;
+    while (!done()) {
+      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
+      if (PollCompletion() > 0) continue;
+      if (++empty_polls % kPollsPerYield != 0) continue;
+      CheckSilence(what, limit);
+      if (Clock::now() - last_completion > kQuietLimit) {
+        std::this_thread::sleep_for(kIdlePause);
+      } else {
+        // The other side may need the core to answer us.
+        std::this_thread::yield();
+      }
     }
   }
 
-  void PostRecv(Network& net, Buffer& buf) {
-    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    net.PostRecv(buf, arrived);
-  }
-
-  // Takes out the next message. Returns false if there is none. Throws if the
-  // next RECV has failed, because its message was too long, for example.
-  bool Take(Network& net, Message& message) {
-    if (arrivals.empty()) return false;
-    RdmaOp recv = arrivals.front();
-    arrivals.pop_front();
-    if (recv.error.empty()) {
-      message.assign(recv.buf->data, recv.buf->data + recv.len);
-    }
-    PostRecv(net, *recv.buf);
-    recv.Check();
-    return true;
+  // Throws if nothing has completed for too long: some providers never report
+  // that a peer has gone, and silence is all that there is to notice.
+  void CheckSilence(const char* what,
+                    std::chrono::seconds limit = kSilenceLimit) const {
+    if (Clock::now() - last_completion < limit) return;
+    throw std::runtime_error(
+        std::string(what) + ": nothing has happened for " +
+        std::to_string(limit.count()) +
+        " s; is the other side running, with the same FI_PROVIDER?");
   }
 };
 
-// Sends copies of messages, in order.
-struct Outbox {
-  std::list<Buffer> bufs;          // as many as we have ever needed at a time
-  std::vector<Buffer*> idle_bufs;  // those of them that hold no message
+// ---------------------------------------------------------------------------
+// Messages and sessions
+// ---------------------------------------------------------------------------
 
-  // Sends a message: a head of fixed size, and a tail if there is one.
-  void Send(Network& net, fi_addr_t peer, const void* head, size_t head_size,
-            const void* tail = nullptr, size_t tail_size = 0) {
-    size_t len = head_size + tail_size;
-    if (len > net.domain->MaxMessageSize()) {
-      throw std::runtime_error("a message of " + std::to_string(len) +
-                               " bytes is too long for this provider");
-    }
-    if (idle_bufs.empty()) {
-      Buffer& buf = bufs.emplace_back();
-      buf.Alloc(net.domain->MaxMessageSize());
-      net.domain->RegisterMemory(buf, FI_SEND);
-      idle_bufs.push_back(&buf);
-    }
-    Buffer* buf = idle_bufs.back();
-    idle_bufs.pop_back();
-    memcpy(buf->data, head, head_size);
-    if (tail_size > 0) memcpy(buf->data + head_size, tail, tail_size);
-    auto sent = [this](const RdmaOp& op) {
-      op.Check();
-      idle_bufs.push_back(op.buf);
-    };
-    net.PostSend(peer, *buf, len, sent);
-  }
-
-  bool AllSent() const { return idle_bufs.size() == bufs.size(); }
-};
+using Message = std::string;  // any bytes
 
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
-  kBye = 3,      // client: I have everything that I wanted
+  kBye = 3,      // client: I want nothing more
 
   kRandomFill = 4,  // client: fill my memory
   kProgress = 5,    // server: I am still at it
@@ -926,46 +658,16 @@ struct AppMessageBase {
   AppMessageType type;
 };
 
-// Memory that its owner lets the other side use.
-struct AppMemoryRegion {
-  uint64_t addr;
-  uint64_t size;  // bytes
-  uint64_t rkey;
-};
-
 // A CONNECT or an ACCEPT.
 struct AppConnectMessage {
   AppMessageBase base;
   uint32_t addr_size;  // bytes used of addr
   uint8_t addr[kMaxAddressSize];
-  uint64_t num_mr;  // used of mr; an ACCEPT uses none
-  AppMemoryRegion mr[kMaxMemoryRegions];
-
-  void SetAddress(const Address& address) {
-    addr_size = static_cast<uint32_t>(address.size());
-    memcpy(addr, address.data(), address.size());
-  }
-
-  Address GetAddress() const { return {addr, addr + addr_size}; }
 };
 
-// RANDOM_FILL: make num_pages pages from the seed for the first memory region,
-// from seed + 1 for the second, and so on. The i-th goes to page page_idx[i] of
-// its region.
-struct AppRandomFillMessage {
-  AppMessageBase base;
-  uint32_t remote_context;  // to come back as immediate data; not 0
-  uint64_t seed;
-  uint64_t page_size;  // bytes; a multiple of 8
-  uint64_t num_pages;
-  uint64_t total_repeat;  // how many times to write all of them
-  // Followed by page_idx: num_pages indices, a uint32_t each.
-};
-
-// Makes the next page of the sequence that belongs to the generator's seed.
-void MakePage(std::mt19937_64& generator, std::vector<uint64_t>& page) {
-  for (uint64_t& word : page) word = generator();
-}
+// Numbers travel as they are in memory, so both sides need the same byte order.
+static_assert(std::endian::native == std::endian::little,
+              "the numbers in messages are little-endian");
 
 std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
@@ -974,138 +676,165 @@ std::runtime_error BadMessage(const std::string& what) {
 // Returns the type of a message, or 0 if it is too short to have one.
 AppMessageType TypeOf(const Message& message) {
   AppMessageBase base = {};
-  if (message.size() < sizeof(base)) return base.type;
-  memcpy(&base, message.data(), sizeof(base));
+  if (message.size() >= sizeof(base)) {
+    memcpy(&base, message.data(), sizeof(base));
+  }
   return base.type;
 }
 
 // Copies the beginning of a message into a struct that starts with an
 // AppMessageBase. Throws if the message is too short for it, or of another
 // type.
-void ReadMessage(const Message& message, AppMessageType type, void* head,
-                 size_t head_size) {
-  if (message.size() < head_size) {
-    throw BadMessage("its " + std::to_string(message.size()) +
-                     " bytes are too few");
+template <typename T>
+T ReadMessage(const Message& message, AppMessageType type) {
+  if (message.size() < sizeof(T) || TypeOf(message) != type) {
+    throw BadMessage(std::to_string(message.size()) + " bytes of type " +
+                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
   }
-  if (TypeOf(message) != type) {
-    throw BadMessage("its type is " +
-                     std::to_string(static_cast<uint32_t>(TypeOf(message))) +
-                     " instead of " +
-                     std::to_string(static_cast<uint32_t>(type)));
-  }
-  memcpy(head, message.data(), head_size);
+  T head;
+  memcpy(&head, message.data(), sizeof(head));
+  return head;
 }
 
-// Reads a CONNECT or an ACCEPT. Throws if it cannot be one.
-AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
-  AppConnectMessage connect;
-  ReadMessage(message, type, &connect, sizeof(connect));
+// Returns the address in a CONNECT or an ACCEPT.
+Address ReadAddress(const Message& message, AppMessageType type) {
+  auto connect = ReadMessage<AppConnectMessage>(message, type);
   if (message.size() != sizeof(connect) ||
-      connect.addr_size > sizeof(connect.addr) ||
-      connect.num_mr > kMaxMemoryRegions) {
+      connect.addr_size > sizeof(connect.addr)) {
     throw BadMessage("its sizes do not fit together");
   }
-  return connect;
+  return {connect.addr, connect.addr + connect.addr_size};
 }
-
-// ---------------------------------------------------------------------------
-// Session
-// ---------------------------------------------------------------------------
 
 // One end of a conversation: an endpoint, and messages from and to one peer.
 // The server has a session for each client. Destroying it also ends whatever
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
-  Inbox inbox;
-  Outbox outbox;
+  Domain& domain;
+  std::list<Buffer> bufs;           // as many as we ever needed at a time
+  std::vector<Buffer*> idle_sends;  // those without a message
+  std::deque<RdmaOp> arrivals;      // completed RECVs
+  size_t unsent = 0;                // messages whose SEND has not completed
   Network net;
   fi_addr_t peer = FI_ADDR_UNSPEC;
-  bool done = false;  // the client has said BYE
 
-  void Open(Domain& domain) {
-    net.Open(domain);
-    inbox.Open(net);
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), net(open_domain) {
+    for (size_t i = 0; i < kRecvCount; ++i) {
+      PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+    }
   }
 
-  void Accept(const AppConnectMessage& connect, AppConnectMessage accept);
-  AppConnectMessage Connect(const Address& server_addr,
-                            AppConnectMessage connect);
-  void SayBye();
-
-  void Send(const void* head, size_t head_size, const void* tail = nullptr,
-            size_t tail_size = 0) {
-    outbox.Send(net, peer, head, head_size, tail, tail_size);
+  // Posts a RECV: the next message, from anybody, goes into `buf`.
+  void PostRecv(Buffer& buf) {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    net.Post({.type = RdmaOpType::kRecv,
+              .buf = &buf,
+              .len = buf.size,
+              .callback = arrived});
   }
 
-  // Takes out the next message. Returns false if there is none, or if it is a
-  // BYE.
-  bool Take(Message& message) {
-    if (done || !inbox.Take(net, message)) return false;
-    done = TypeOf(message) == AppMessageType::kBye;
-    return !done;
+  // Takes out the next message, if there is one. Throws if its RECV has failed,
+  // because the message was too long, for example.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    Message message;
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
+    }
+    PostRecv(*recv.buf);
+    recv.Check();
+    return message;
   }
 
-  size_t Poll() { return net.PollCompletion(); }
+  // Sends a copy of a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    size_t len = sizeof(head) + tail.size();
+    if (len > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " + std::to_string(len) +
+                               " bytes is too long for this provider");
+    }
+    if (idle_sends.empty()) {
+      idle_sends.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
+    }
+    Buffer* buf = idle_sends.back();
+    idle_sends.pop_back();
+    memcpy(buf->data.get(), &head, sizeof(head));
+    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    ++unsent;
+    RdmaOp send = {.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = buf,
+                   .len = len,
+                   .callback = [this](const RdmaOp& op) {
+                     op.Check();
+                     --unsent;
+                     idle_sends.push_back(op.buf);
+                   }};
+    net.Post(std::move(send));
+  }
 
-  void WaitUntil(const char* what, const std::function<bool()>& is_done) {
-    net.WaitUntil(what, is_done);
+  // Sends our address: in a CONNECT or an ACCEPT.
+  void SendAddress(AppMessageType type) {
+    AppConnectMessage connect = {};
+    connect.base.type = type;
+    connect.addr_size = static_cast<uint32_t>(net.addr.size());
+    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    Send(connect);
+  }
+
+  // Server: tells a client which endpoint serves it.
+  void Accept(const Address& client_addr) {
+    peer = net.AddPeerAddress(client_addr);
+    SendAddress(AppMessageType::kAccept);
+  }
+
+  // Client: asks the server for an endpoint of its own, and waits for it.
+  void Connect(const Address& server_addr) {
+    peer = net.AddPeerAddress(server_addr);
+    // A signal may come before the first contact, or wait for it. In between,
+    // the shm provider of libfabric 1.17 would end the other process with ours.
+    CheckInterrupted();
+    SendAddress(AppMessageType::kConnect);
+    net.WaitUntil(
+        "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
+    printf("Sent CONNECT message to server\n");
+    // The server answers at once, unless it serves as many clients as it can.
+    // Anything else that arrives was meant for an earlier owner of our address.
+    std::optional<Message> message;
+    net.WaitUntil(
+        "waiting for ACCEPT (the server may have too many clients)",
+        [&] {
+          message = Take();
+          return message && TypeOf(*message) == AppMessageType::kAccept;
+        },
+        0s, kAcceptLimit);
+    peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
+  }
+
+  // Client: tells the server that we want nothing more, so that it has not to
+  // wait for our silence. If the message does not get through, it will.
+  void SayBye(std::chrono::seconds limit = kSilenceLimit) {
+    try {
+      Send(AppMessageBase{AppMessageType::kBye});
+      net.WaitUntil(
+          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+    } catch (const std::runtime_error& e) {
+      fprintf(stderr, "warning: %s\n", e.what());
+    }
   }
 };
 
-// Server: tells a client which endpoint serves it, and whatever else is in
-// `accept`.
-void Session::Accept(const AppConnectMessage& connect,
-                     AppConnectMessage accept) {
-  peer = net.AddPeerAddress(connect.GetAddress());
-  accept.base.type = AppMessageType::kAccept;
-  accept.SetAddress(net.addr);
-  Send(&accept, sizeof(accept));
-}
-
-// Client: asks the server for an endpoint of its own, and waits for it. Tells
-// the server whatever else is in `connect`. Returns the ACCEPT.
-AppConnectMessage Session::Connect(const Address& server_addr,
-                                   AppConnectMessage connect) {
-  peer = net.AddPeerAddress(server_addr);
-  connect.base.type = AppMessageType::kConnect;
-  connect.SetAddress(net.addr);
-  Send(&connect, sizeof(connect));
-  WaitUntil("sending CONNECT", [this] { return outbox.AllSent(); });
-  printf("Sent CONNECT message to server\n");
-
-  // The server answers at once, unless it serves as many clients as it can.
-  // Anything else that arrives was meant for an earlier owner of our address.
-  Message message;
-  net.silence_limit = kAcceptLimit;
-  WaitUntil("waiting for ACCEPT (the server may have too many clients)", [&] {
-    return Take(message) && TypeOf(message) == AppMessageType::kAccept;
-  });
-  net.silence_limit = kSilenceLimit;
-  AppConnectMessage accept = ReadConnect(message, AppMessageType::kAccept);
-  peer = net.AddPeerAddress(accept.GetAddress());
-  return accept;
-}
-
-// Client: tells the server that we are done. If the message does not get
-// through, the server will notice our silence.
-void Session::SayBye() {
-  AppMessageBase bye = {AppMessageType::kBye};
-  try {
-    Send(&bye, sizeof(bye));
-    WaitUntil("saying BYE", [this] { return outbox.AllSent(); });
-  } catch (const std::runtime_error& e) {
-    fprintf(stderr, "warning: %s\n", e.what());
-  }
-}
-
 // ---------------------------------------------------------------------------
-// Server
+// The application
 // ---------------------------------------------------------------------------
 
-// Prints which interface the server uses, and how to reach it.
+// Prints how to reach the server.
 void PrintClientCommand(const char* program, const Network& net) {
-  printf("%s\n", Describe(net.domain->info).c_str());
   printf("Run the client with the following command:\n  %s%s %s\n",
          ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
 }
@@ -1125,110 +854,94 @@ void PrintLine(FILE* file, size_t number, const std::string& text,
   fflush(file);
 }
 
-// Allocates and registers `size` bytes of GPU memory if possible, otherwise of
-// host memory. Returns in words where they are.
-std::string AllocAndRegister(Domain& domain, Buffer& buf, size_t size,
-                             uint64_t access) {
-  std::string reason = kNoGpu;
-  int gpu = FindGpu();
-  if (gpu >= 0 && (domain.info->caps & FI_HMEM) == 0) {
-    reason = std::string(domain.info->fabric_attr->prov_name) +
-             " does not support GPUs";
-  } else if (gpu >= 0) {
-    try {
-      buf.AllocOnGpu(size, gpu);
-      domain.RegisterMemory(buf, access);
-      return "on cuda:" + std::to_string(gpu);
-    } catch (const std::runtime_error& e) {
-      reason = e.what();
-      buf.Free();
-    }
-  }
-  buf.Alloc(size);
-  domain.RegisterMemory(buf, access);
-  return "in host memory (" + reason + ")";
+// RANDOM_FILL: make num_pages pages. The i-th, which depends on seed + i, goes
+// to page page_idx[i] of this memory.
+struct AppRandomFillMessage {
+  AppMessageBase base;
+  uint32_t remote_context;  // to come back as immediate data; not 0
+  uint64_t addr;            // of the memory
+  uint64_t size;            // bytes
+  uint64_t rkey;            // with which the server may WRITE to it
+  uint64_t seed;
+  uint64_t page_size;  // bytes; a multiple of 8
+  uint64_t num_pages;
+  uint64_t total_repeat;  // how many times to write all of them
+  // Followed by page_idx: num_pages indices, a uint32_t each.
+};
+
+// Makes a page that depends on the seed.
+std::vector<uint64_t> MakePage(size_t page_size, uint64_t seed) {
+  std::mt19937_64 generator(seed);
+  std::vector<uint64_t> page(page_size / sizeof(uint64_t));
+  for (uint64_t& word : page) word = generator();
+  return page;
 }
+
+// Makes a buffer on the GPU if possible, otherwise in host memory. Returns in
+// words where it is. Defined at the end of this file.
+std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
+                       uint64_t access);
 
 // A client, and what it asks of the server: to fill its memory with pages.
 struct RandomFillRequestState {
-  enum class State {
-    kWaitRequest,
-    kWaitMemory,
-    kMakePages,
-    kWrite,
-    kWaitBye,
-  };
-
-  Buffer source;  // the pages for the client's first region, its second, ...
+  size_t number;                 // of the client; begins each line about it
+  size_t* memory_left;           // bytes, for the pages of all clients
+  std::optional<Buffer> source;  // the pages, once the client has asked
   Session session;
-  size_t number;            // of the client; begins each line about it
-  size_t* memory_left;      // bytes left for the sources of all clients
-  size_t memory_taken = 0;  // bytes that our source uses
-  State state = State::kWaitRequest;
-  AppConnectMessage connect_msg;
   AppRandomFillMessage request_msg = {};
   std::vector<uint32_t> page_idx;
-  std::mt19937_64 generator;
-  size_t total_pages = 0;  // of all regions
   size_t made_pages = 0;
   size_t total_write_ops = 0;
   size_t posted_write_ops = 0;
   size_t finished_write_ops = 0;
   Clock::time_point write_start_at;
   Clock::time_point reported_at;
+  bool done = false;  // the client has said BYE
 
   // Opens the session. Throws if that fails.
   RandomFillRequestState(Domain& domain, size_t client_number,
-                         const AppConnectMessage& connect, size_t* memory)
-      : number(client_number), memory_left(memory), connect_msg(connect) {
-    if (connect.num_mr == 0) throw BadMessage("it offers no memory");
-    session.Open(domain);
-    session.Accept(connect, {});
-    PrintLine(
-        stdout, number,
-        "Received CONNECT message from client " + ToHex(connect.GetAddress()));
-    for (size_t i = 0; i < connect.num_mr; ++i) {
-      char text[100];
-      snprintf(text, sizeof(text), "  MR[%zu]: addr=0x%lx size=%lu rkey=0x%lx",
-               i, connect.mr[i].addr, connect.mr[i].size, connect.mr[i].rkey);
-      PrintLine(stdout, number, text);
-    }
+                         const Address& client_addr, size_t* memory)
+      : number(client_number), memory_left(memory), session(domain) {
+    session.Accept(client_addr);
+    PrintLine(stdout, number,
+              "Received CONNECT message from client " + ToHex(client_addr));
   }
 
-  ~RandomFillRequestState() { *memory_left += memory_taken; }
+  ~RandomFillRequestState() {
+    if (source) *memory_left += source->size;
+  }
 
   // Does what can be done for the client now. Returns the number of
   // completions. Throws if the client has sent something wrong, or nothing for
   // too long.
   size_t Poll() {
-    size_t completions = session.Poll();
-    Message message;
-    while (session.Take(message)) HandleRequest(message);
-    if (session.done) {
-      HandleBye();
-      return completions;
+    size_t completions = session.net.PollCompletion();
+    while (std::optional<Message> message = session.Take()) {
+      done = TypeOf(*message) == AppMessageType::kBye;
+      if (done) HandleBye();
+      if (done) return completions;
+      HandleRequest(*message);
     }
     AllocSource();
     ContinueMakePages();
     ContinuePostWrite();
     Report();
-    if (state != State::kWaitMemory && state != State::kMakePages) {
+    // While we make its pages, the client waits for us.
+    if (made_pages == page_idx.size()) {
       session.net.CheckSilence("waiting for the client");
     }
     return completions;
   }
 
   // Returns whether there is more to do right away, even if nothing completes.
-  bool Busy() const {
-    return state == State::kMakePages || state == State::kWrite;
-  }
+  bool Busy() const { return source && finished_write_ops < total_write_ops; }
 
   // Compares each value in the message with what was received and what was
   // offered, before it uses the value.
   void HandleRequest(const Message& message) {
-    AppRandomFillMessage msg;
-    ReadMessage(message, AppMessageType::kRandomFill, &msg, sizeof(msg));
-    if (state != State::kWaitRequest) throw BadMessage("a second request");
+    auto msg =
+        ReadMessage<AppRandomFillMessage>(message, AppMessageType::kRandomFill);
+    if (total_write_ops > 0) throw BadMessage("a second request");
     size_t indices_size = message.size() - sizeof(msg);
     if (msg.num_pages == 0 || indices_size % sizeof(uint32_t) != 0 ||
         indices_size / sizeof(uint32_t) != msg.num_pages) {
@@ -1237,8 +950,8 @@ struct RandomFillRequestState {
     if (msg.remote_context == 0) throw BadMessage("no remote_context");
     if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0 ||
         msg.page_size > kMaxPageSize ||
-        msg.page_size > session.net.domain->info->ep_attr->max_msg_size ||
-        msg.num_pages > kSourceMemory / connect_msg.num_mr / msg.page_size) {
+        msg.page_size > session.domain.info->ep_attr->max_msg_size ||
+        msg.num_pages > kMaxTransfer / msg.page_size) {
       throw BadMessage("the server has no room for " +
                        std::to_string(msg.num_pages) + " pages of " +
                        std::to_string(msg.page_size) + " bytes");
@@ -1249,66 +962,53 @@ struct RandomFillRequestState {
     }
     page_idx.resize(msg.num_pages);
     memcpy(page_idx.data(), message.data() + sizeof(msg), indices_size);
-    for (size_t i = 0; i < connect_msg.num_mr; ++i) {
-      for (uint32_t idx : page_idx) {
-        if (idx >= connect_msg.mr[i].size / msg.page_size) {
-          throw BadMessage("page " + std::to_string(idx) +
-                           " is outside of MR[" + std::to_string(i) + "]");
-        }
+    for (uint32_t idx : page_idx) {
+      if (idx >= msg.size / msg.page_size) {
+        throw BadMessage("page " + std::to_string(idx) + " is outside of the " +
+                         "client's memory");
       }
     }
     request_msg = msg;
-    total_pages = connect_msg.num_mr * msg.num_pages;
-    total_write_ops = total_pages * msg.total_repeat;
+    total_write_ops = msg.num_pages * msg.total_repeat;
     PrintLine(stdout, number,
               "Received RandomFill request: page_size=" +
                   std::to_string(msg.page_size) +
                   " num_pages=" + std::to_string(msg.num_pages) +
                   " total_repeat=" + std::to_string(msg.total_repeat));
     reported_at = Clock::now();
-    state = State::kWaitMemory;
   }
 
-  // Allocates the source as soon as the other clients have left enough memory.
+  // Makes room for the pages as soon as the other clients have left enough.
   void AllocSource() {
-    size_t size = total_pages * request_msg.page_size;
-    if (state != State::kWaitMemory || size > *memory_left) return;
-    *memory_left -= size;
-    memory_taken = size;
-    std::string place =
-        AllocAndRegister(*session.net.domain, source, size, FI_WRITE);
+    size_t size = page_idx.size() * request_msg.page_size;
+    if (source || size == 0 || size > *memory_left) return;
+    std::string place = MakeBuffer(source, session.domain, size, FI_WRITE);
     PrintLine(stdout, number,
               "Registered " + std::to_string(size) + " bytes " + place);
-    state = State::kMakePages;
+    *memory_left -= size;
   }
 
-  // Makes the next page. It makes one at a time, so that the other clients do
-  // not have to wait.
+  // Makes the next page: one at a time, so that the other clients do not have
+  // to wait.
   void ContinueMakePages() {
-    if (state != State::kMakePages) return;
-    if (made_pages % request_msg.num_pages == 0) {
-      generator.seed(request_msg.seed + made_pages / request_msg.num_pages);
-    }
-    std::vector<uint64_t> page(request_msg.page_size / sizeof(uint64_t));
-    MakePage(generator, page);
-    source.CopyIn(made_pages * request_msg.page_size, page.data(),
-                  request_msg.page_size);
-    if (++made_pages < total_pages) return;
+    if (!source || made_pages == page_idx.size()) return;
+    size_t page_size = request_msg.page_size;
+    auto page = MakePage(page_size, request_msg.seed + made_pages);
+    source->CopyIn(made_pages * page_size, page.data(), page_size);
+    if (++made_pages < page_idx.size()) return;
     write_start_at = Clock::now();
     session.net.last_completion = write_start_at;  // silence counts from here
     session.net.eagain_count = 0;
-    state = State::kWrite;
   }
 
   // Posts the next WRITEs, if it is time for them.
   void ContinuePostWrite() {
-    if (state != State::kWrite) return;
+    if (!source || made_pages < page_idx.size()) return;
     size_t page_size = request_msg.page_size;
-    size_t max_outstanding =
-        std::min(std::max<size_t>(kMaxOutstandingBytes / page_size, 2),
-                 kMaxOutstandingWrites);
-    for (size_t i = 0; i < kWritesPerPoll; ++i) {
-      if (posted_write_ops == total_write_ops) return;
+    size_t max_outstanding = std::clamp<size_t>(
+        kMaxOutstandingBytes / page_size, 2, kMaxOutstandingWrites);
+    size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);
+    while (posted_write_ops < end) {
       // Post only what libfabric has room for, so that the queue stays short,
       // however long the transfer is.
       if (!session.net.pending_ops.empty()) return;
@@ -1318,38 +1018,35 @@ struct RandomFillRequestState {
       bool last = posted_write_ops + 1 == total_write_ops;
       size_t outstanding = posted_write_ops - finished_write_ops;
       if (outstanding >= (last ? 1 : max_outstanding)) return;
-
-      size_t i_source = posted_write_ops % total_pages;
-      const AppMemoryRegion& mr =
-          connect_msg.mr[i_source / request_msg.num_pages];
-      RdmaWriteOp write = {
-          .buf = &source,
-          .offset = i_source * page_size,
-          .len = page_size,
-          .dest_ptr =
-              mr.addr + page_idx[i_source % request_msg.num_pages] * page_size,
-          .dest_key = mr.rkey,
-          .imm_data = last ? request_msg.remote_context : 0,
-      };
-      auto written = [this](const RdmaOp& op) {
-        op.Check();
-        HandleWriteCompletion();
-      };
-      session.net.PostWrite(session.peer, write, written);
+      size_t i = posted_write_ops % page_idx.size();
+      RdmaOp write = {.type = RdmaOpType::kWrite,
+                      .peer = session.peer,
+                      .buf = &*source,
+                      .len = page_size,
+                      .offset = i * page_size,
+                      .remote_addr = request_msg.addr + page_idx[i] * page_size,
+                      .remote_key = request_msg.rkey,
+                      .imm_data = last ? request_msg.remote_context : 0,
+                      .callback = [this](const RdmaOp& op) {
+                        op.Check();
+                        HandleWriteCompletion();
+                      }};
+      session.net.Post(std::move(write));
       ++posted_write_ops;
     }
   }
 
   void HandleWriteCompletion() {
-    if (++finished_write_ops < total_write_ops) return;
-    PrintProgress();
-    state = State::kWaitBye;
+    if (++finished_write_ops == total_write_ops) PrintProgress();
   }
 
   // The client may see the last WRITE, and say BYE, before we see its
   // completion.
   void HandleBye() {
-    if (state != State::kWrite || posted_write_ops < total_write_ops) return;
+    if (posted_write_ops < total_write_ops ||
+        finished_write_ops == total_write_ops) {
+      return;
+    }
     finished_write_ops = total_write_ops;
     PrintProgress();
   }
@@ -1358,13 +1055,12 @@ struct RandomFillRequestState {
   // client takes no part in a WRITE, so to the client a long transfer is
   // silence.
   void Report() {
-    if (state == State::kWaitRequest || state == State::kWaitBye) return;
+    if (finished_write_ops == total_write_ops) return;
     Clock::time_point now = Clock::now();
-    if (now - reported_at < kReportPeriod || !session.outbox.AllSent()) return;
+    if (now - reported_at < kReportPeriod || session.unsent > 0) return;
     reported_at = now;
-    if (state == State::kWrite) PrintProgress();
-    AppMessageBase progress = {AppMessageType::kProgress};
-    session.Send(&progress, sizeof(progress));
+    if (posted_write_ops > 0) PrintProgress();
+    session.Send(AppMessageBase{AppMessageType::kProgress});
   }
 
   void PrintProgress() {
@@ -1378,7 +1074,7 @@ struct RandomFillRequestState {
     double mpps =
         static_cast<double>(finished_write_ops) / seconds.count() * 1e-6;
     double gbps = 8e-3 * mpps * static_cast<double>(request_msg.page_size);
-    double link_gbps = LinkGbps(session.net.domain->info);
+    double link_gbps = LinkGbps(session.domain.info.get());
     std::string share;
     if (link_gbps > 0) {
       share = "(" + std::to_string(std::lround(100 * gbps / link_gbps)) + "%)";
@@ -1390,52 +1086,50 @@ struct RandomFillRequestState {
   }
 };
 
-int ServerMain(const char* program) {
-  Domain domain;
-  Inbox inbox;
-  Network net;
-  size_t memory_left = kSourceMemory;
-  std::list<RandomFillRequestState> clients;
-  domain.Open(GetInfoWithGpu());
-  net.Open(domain);
-  inbox.Open(net);
-  PrintClientCommand(program, net);
+// Asks for an interface that can use GPU memory, if there is a GPU. Defined at
+// the end of this file.
+Info GetInfoWithGpu();
 
-  std::deque<AppConnectMessage> waiting;  // for whom there is no room yet
-  size_t num_clients = 0;                 // so far
+int ServerMain(const char* program) {
+  Domain domain(GetInfoWithGpu());
+  Session listener(domain);
+  size_t memory_left = kMaxTransfer;
+  std::list<RandomFillRequestState> clients;
+  PrintClientCommand(program, listener.net);
+
+  size_t num_clients = 0;  // so far
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
     size_t completions = 0;
     bool busy = false;
-    // Looking at a quiet endpoint costs a system call or more, so the clients
-    // that are served should not have to wait for that too often.
-    if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
-      listened_at = Clock::now();
-      try {
-        completions += net.PollCompletion();
-        Message message;
-        while (waiting.size() < kMaxWaiting && inbox.Take(net, message)) {
-          waiting.push_back(ReadConnect(message, AppMessageType::kConnect));
-        }
-        // One at a time: opening an endpoint takes some providers 50 ms.
-        if (clients.size() < kMaxClients && !waiting.empty()) {
-          AppConnectMessage connect = waiting.front();
-          waiting.pop_front();
-          clients.emplace_back(domain, num_clients + 1, connect, &memory_left);
-          ++num_clients;
-        }
-      } catch (const std::exception& e) {
-        // A bad message must not end the server.
-        fprintf(stderr, "error: %s\n", e.what());
+    try {
+      // Looking at a quiet endpoint costs a system call or more, so the clients
+      // that are served should not have to wait for that too often.
+      if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
+        listened_at = Clock::now();
+        completions += listener.net.PollCompletion();
       }
+      // One at a time: opening an endpoint takes some providers 50 ms. A client
+      // for whom there is no room waits in a RECV of the listener.
+      std::optional<Message> message;
+      if (clients.size() < kMaxClients) message = listener.Take();
+      if (message) {
+        clients.emplace_back(domain, num_clients + 1,
+                             ReadAddress(*message, AppMessageType::kConnect),
+                             &memory_left);
+        ++num_clients;
+      }
+    } catch (const std::exception& e) {
+      // A bad message must not end the server.
+      fprintf(stderr, "error: %s\n", e.what());
     }
     for (auto it = clients.begin(); it != clients.end();) {
       auto client = it++;
       try {
         completions += client->Poll();
         busy |= client->Busy();
-        if (!client->session.done) continue;
+        if (!client->done) continue;
         PrintLine(stdout, client->number, "Done.");
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
@@ -1453,76 +1147,68 @@ int ServerMain(const char* program) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Client
-// ---------------------------------------------------------------------------
+// Asks the server to fill our memory with pages.
+void SendRequest(Session& session, const Buffer& memory,
+                 AppRandomFillMessage request,
+                 const std::vector<uint32_t>& page_idx) {
+  // The server names a place in our memory by its address or, if the provider
+  // does without FI_MR_VIRT_ADDR, by its distance from the start.
+  if (session.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
+    request.addr = reinterpret_cast<uint64_t>(memory.data.get());
+  }
+  request.size = memory.size;
+  request.rkey = fi_mr_key(memory.mr);
+  session.Send(request, {reinterpret_cast<const char*>(page_idx.data()),
+                         page_idx.size() * sizeof(uint32_t)});
+  printf("Sent RandomFill request to server. page_size: %lu, num_pages: %lu\n",
+         request.page_size, request.num_pages);
+}
 
-// Returns whether every page that we asked for is there, and nothing else.
-bool CheckPages(const Buffer& buf, uint64_t seed,
-                const std::vector<uint32_t>& page_idx, size_t page_size) {
-  std::mt19937_64 generator(seed);
-  std::vector<uint64_t> expected(page_size / sizeof(uint64_t));
-  std::vector<uint64_t> received(page_size / sizeof(uint64_t));
-  std::vector<bool> asked_for(buf.size / page_size);
-  for (uint32_t idx : page_idx) {
-    if (g_interrupted) throw std::runtime_error("interrupted");
-    MakePage(generator, expected);
-    buf.CopyOut(idx * page_size, received.data(), page_size);
-    if (received != expected) return false;
-    asked_for[idx] = true;
+// Throws unless every page that we asked for is there, and nothing else.
+void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
+                 const std::vector<uint32_t>& page_idx) {
+  std::vector<uint8_t> expected(memory.size);
+  for (size_t i = 0; i < page_idx.size(); ++i) {
+    auto page = MakePage(request.page_size, request.seed + i);
+    memcpy(&expected[page_idx[i] * request.page_size], page.data(),
+           request.page_size);
   }
-  std::fill(expected.begin(), expected.end(), 0);
-  for (size_t idx = 0; idx < asked_for.size(); ++idx) {
-    if (asked_for[idx]) continue;
-    buf.CopyOut(idx * page_size, received.data(), page_size);
-    if (received != expected) return false;
+  std::vector<uint8_t> received(memory.size);
+  memory.CopyOut(0, received.data(), received.size());
+  if (received != expected) {
+    throw std::runtime_error("the data is not correct");
   }
-  return true;
+  printf("Data is correct.\n");
 }
 
 int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
                size_t total_repeat) {
-  Domain domain;
-  Buffer bufs[kBufferCount];
-  Session session;
-  domain.Open(GetInfoWithGpu());
-  session.Open(domain);
-  printf("%s\n", Describe(domain.info).c_str());
+  Domain domain(GetInfoWithGpu());
   if (page_size > domain.info->ep_attr->max_msg_size) {
     throw std::invalid_argument("PAGE_SIZE is too large for this provider");
   }
-  AppRandomFillMessage request = {};
-  size_t max_pages =
-      (domain.MaxMessageSize() - sizeof(request)) / sizeof(uint32_t);
+  size_t max_pages = (domain.MaxMessageSize() - sizeof(AppRandomFillMessage)) /
+                     sizeof(uint32_t);
   if (num_pages > max_pages) {
     throw std::invalid_argument("NUM_PAGES is more than " +
                                 std::to_string(max_pages));
   }
-
   // A few pages more than will be written, to see that they stay as they are.
   size_t room = num_pages + num_pages / 8 + 1;
-  std::string place;
-  AppConnectMessage connect = {};
-  connect.num_mr = kBufferCount;
-  for (size_t i = 0; i < kBufferCount; ++i) {
-    place =
-        AllocAndRegister(domain, bufs[i], room * page_size, FI_REMOTE_WRITE);
-    // The server names a place in a region by its address or, if the provider
-    // does without FI_MR_VIRT_ADDR, by its distance from the start.
-    bool virt_addr = domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
-    connect.mr[i] = {virt_addr ? reinterpret_cast<uint64_t>(bufs[i].data) : 0,
-                     bufs[i].size, fi_mr_key(bufs[i].mr)};
-  }
-  printf("Registered %zu buffers %s\n", kBufferCount, place.c_str());
-  session.Connect(server_addr, connect);
+  std::optional<Buffer> memory;
+  std::string place =
+      MakeBuffer(memory, domain, room * page_size, FI_REMOTE_WRITE);
+  printf("Registered %zu bytes %s\n", memory->size, place.c_str());
+  Session session(domain);
+  session.Connect(server_addr);
 
   // Where the pages go is as random as what is in them.
   std::mt19937_64 random{std::random_device{}()};
   std::vector<uint32_t> page_idx(room);
-  for (size_t i = 0; i < room; ++i) page_idx[i] = static_cast<uint32_t>(i);
+  std::iota(page_idx.begin(), page_idx.end(), 0);
   std::shuffle(page_idx.begin(), page_idx.end(), random);
   page_idx.resize(num_pages);
-
+  AppRandomFillMessage request = {};
   request.base.type = AppMessageType::kRandomFill;
   request.remote_context = static_cast<uint32_t>(random()) | 1;
   request.seed = random();
@@ -1530,34 +1216,25 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
   request.num_pages = num_pages;
   request.total_repeat = total_repeat;
   bool filled = false;
-  session.net.AddRemoteWrite(request.remote_context,
-                             [&filled](const RdmaOp&) { filled = true; });
-  session.Send(&request, sizeof(request), page_idx.data(),
-               num_pages * sizeof(uint32_t));
-  printf("Sent RandomFill request to server. page_size: %zu, num_pages: %zu\n",
-         page_size, num_pages);
-  session.WaitUntil("waiting for the pages", [&] {
-    Message message;
-    AppMessageBase progress;
-    while (session.Take(message)) {
-      ReadMessage(message, AppMessageType::kProgress, &progress,
-                  sizeof(progress));
-    }
-    return filled;
-  });
-  for (const Buffer& buf : bufs) {
-    if (buf.gpu >= 0) CudaFlushWrites(buf.gpu);
+  session.net.on_imm_data = [&](uint32_t imm_data) {
+    filled |= imm_data == request.remote_context;
+  };
+  try {
+    SendRequest(session, *memory, request, page_idx);
+    session.net.WaitUntil("waiting for the pages", [&] {
+      while (std::optional<Message> message = session.Take()) {
+        ReadMessage<AppMessageBase>(*message, AppMessageType::kProgress);
+      }
+      return filled;
+    });
+  } catch (...) {
+    session.SayBye(kContactGrace);
+    throw;
   }
+  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);
   printf("Received RDMA WRITE to local memory.\n");
   session.SayBye();
-
-  for (size_t i = 0; i < kBufferCount; ++i) {
-    if (!CheckPages(bufs[i], request.seed + i, page_idx, page_size)) {
-      throw std::runtime_error("the data in buffer " + std::to_string(i) +
-                               " is not correct");
-    }
-  }
-  printf("Data is correct.\n");
+  CheckMemory(*memory, request, page_idx);
   return 0;
 }
 
@@ -1566,32 +1243,25 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  struct fi_info* list = GetInfo(kCaps);
+  Info list = GetInfo(kCaps);
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list; info != nullptr; info = info->next) {
+  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
-  fi_freeinfo(list);
   return 0;
 }
 
-void PrintUsage(FILE* file, const char* program) {
-  fprintf(file,
-          "Usage:\n"
-          "  %s\n"
-          "      Run the server.\n"
-          "  %s ADDRESS [PAGE_SIZE NUM_PAGES [REPEAT]]\n"
-          "      Have it write pages into our memory (65536 1000 500).\n"
-          "  %s --list\n"
-          "      List the interfaces found, the one it uses first.\n"
-          "  %s --help\n"
-          "      Print this.\n"
-          "ADDRESS is what the server prints. FI_PROVIDER chooses the "
-          "provider.\n",
-          program, program, program, program);
-}
+constexpr const char* kUsage =
+    "Usage:\n"
+    "  7_queue\n"
+    "      Run the server.\n"
+    "  7_queue ADDRESS [PAGE_SIZE NUM_PAGES [REPEAT]]\n"
+    "      Have it write pages into our memory (65536 1000 500).\n"
+    "  7_queue --list\n"
+    "      List the interfaces found, the one it uses first.\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
 
 // Reads a number of at least 1. Throws std::invalid_argument.
 size_t ParseNumber(const char* name, const std::string& text) {
@@ -1607,16 +1277,13 @@ size_t ParseNumber(const char* name, const std::string& text) {
 }
 
 int main(int argc, char** argv) {
-  const char* program = argv[0];
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  InstallSignalHandlers();
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
   try {
-    if (args.empty()) return ServerMain(program);
-    if (args[0] == "--help") {
-      PrintUsage(stdout, program);
-      return 0;
-    }
+    if (args.empty()) return ServerMain(argv[0]);
+    if (args[0] == "--help") return printf("%s", kUsage) < 0;
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 4) throw std::invalid_argument("too many arguments");
     if (args.size() == 2) throw std::invalid_argument("NUM_PAGES is missing");
@@ -1632,10 +1299,9 @@ int main(int argc, char** argv) {
       throw std::invalid_argument("PAGE_SIZE is not a multiple of 8 up to " +
                                   std::to_string(kMaxPageSize));
     }
-    if (num_pages > kSourceMemory / kBufferCount / page_size) {
+    if (num_pages > kMaxTransfer / page_size) {
       throw std::invalid_argument("that does not fit: at most " +
-                                  std::to_string(kSourceMemory / kBufferCount) +
-                                  " bytes");
+                                  std::to_string(kMaxTransfer) + " bytes");
     }
     if (total_repeat > kMaxRepeat) {
       throw std::invalid_argument("REPEAT is more than " +
@@ -1644,11 +1310,122 @@ int main(int argc, char** argv) {
     return ClientMain(ParseAddress(args[0]), page_size, num_pages,
                       total_repeat);
   } catch (const std::invalid_argument& e) {
-    fprintf(stderr, "error: %s\n", e.what());
-    PrintUsage(stderr, program);
+    fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;
   }
+}
+
+// ---------------------------------------------------------------------------
+// GPU memory: all calls of CUDA
+// ---------------------------------------------------------------------------
+
+#ifdef USE_CUDA
+
+#include <cuda_runtime.h>
+
+constexpr const char* kNoGpu = "no GPU";
+
+void CudaCheck(cudaError_t ret, const char* what) {
+  if (ret == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
+}
+
+// Returns the first GPU that CUDA_VISIBLE_DEVICES allows; -1 if there is none.
+int FindGpu() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
+}
+
+void CudaFree(void* data) { cudaFree(data); }
+
+// Allocates zeroed memory.
+Memory CudaAlloc(size_t size) {
+  void* data = nullptr;
+  CudaCheck(cudaMalloc(&data, size), "cudaMalloc");
+  Memory memory(static_cast<uint8_t*>(data), CudaFree);
+  CudaCheck(cudaMemset(data, 0, size), "cudaMemset");
+  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return memory;
+}
+
+// Copies between host and GPU, in either direction. cudaMemcpy may return
+// before the copy has ended, and the adapter would then send what was there
+// before.
+void CudaCopy(void* to, const void* from, size_t size) {
+  CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");
+  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+// Makes data that an adapter has written visible to the GPU. The completion is
+// in host memory and the data in GPU memory, and PCI Express may have brought
+// the completion first. Call it between the completion and the use of the data.
+// Does nothing if the GPU keeps that order by itself. Returns false if it does
+// not, and there is no way to ask for it.
+bool CudaFlushWrites(int gpu) {
+  int ordering = 0;
+  int options = 0;
+  CudaCheck(cudaDeviceGetAttribute(&ordering,
+                                   cudaDevAttrGPUDirectRDMAWritesOrdering, gpu),
+            "cudaDeviceGetAttribute");
+  CudaCheck(cudaDeviceGetAttribute(
+                &options, cudaDevAttrGPUDirectRDMAFlushWritesOptions, gpu),
+            "cudaDeviceGetAttribute");
+  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner) return true;
+  if ((options & cudaFlushGPUDirectRDMAWritesOptionHost) == 0) return false;
+  CudaCheck(cudaDeviceFlushGPUDirectRDMAWrites(
+                cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                cudaFlushGPUDirectRDMAWritesToOwner),
+            "cudaDeviceFlushGPUDirectRDMAWrites");
+  return true;
+}
+
+#else  // Built without CUDA: no GPU is found, and nothing else is called.
+
+constexpr const char* kNoGpu = "built without CUDA";
+
+int FindGpu() { return -1; }
+Memory CudaAlloc(size_t) { return {nullptr, free}; }
+void CudaCopy(void*, const void*, size_t) {}
+bool CudaFlushWrites(int) { return true; }
+
+#endif
+
+// Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
+// and the interface that we would use anyway supports it. We do not change to
+// another interface for it: a libfabric without CUDA would offer shm, which
+// reaches nobody outside this host.
+Info GetInfoWithGpu() {
+  Info plain = GetInfo(kCaps);
+  if (FindGpu() < 0) return plain;
+  try {
+    return GetInfo(kCaps | FI_HMEM, plain.get());
+  } catch (const std::runtime_error&) {
+    return plain;
+  }
+}
+
+std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
+                       uint64_t access) {
+  std::string reason = kNoGpu;
+  int gpu = FindGpu();
+  if (gpu >= 0 && (domain.info->caps & FI_HMEM) == 0) {
+    reason = std::string(domain.info->fabric_attr->prov_name) +
+             " does not support GPUs";
+  } else if (gpu >= 0) {
+    try {
+      buf.emplace(domain, size, access, gpu);
+      std::string place = "on cuda:" + std::to_string(gpu);
+      if (!CudaFlushWrites(gpu)) {
+        place += ", which may show a WRITE later than its completion";
+      }
+      return place;
+    } catch (const std::runtime_error& e) {
+      reason = e.what();
+    }
+  }
+  buf.emplace(domain, size, access);
+  return "in host memory (" + reason + ")";
 }

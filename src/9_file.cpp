@@ -3,6 +3,8 @@
 // The receiver lends slots of its memory and says when each of them is free
 // again, which is a credit. The sender WRITEs a chunk of the file into a slot
 // only if it has the credit for it. Immediate data says which chunk has come.
+//
+// Based on 7_queue.
 
 #include <fcntl.h>
 #include <rdma/fabric.h>
@@ -32,24 +34,22 @@
 #include <chrono>
 #include <cmath>
 #include <deque>
+#include <exception>
 #include <filesystem>
 #include <functional>
 #include <future>
 #include <list>
+#include <memory>
 #include <new>
 #include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 #include <system_error>
 #include <thread>
-#include <unordered_map>
 #include <utility>
 #include <vector>
-
-#ifdef USE_CUDA
-#include <cuda_runtime.h>
-#endif
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
@@ -67,58 +67,71 @@ constexpr uint32_t kApiVersion =
 // What this program uses of libfabric: the capabilities of fi_getinfo(3).
 constexpr uint64_t kCaps = FI_MSG | FI_RMA;
 
-constexpr size_t kMaxAddressSize = 256;        // bytes
-constexpr size_t kMaxMessageSize = 64 * 1024;  // bytes
-constexpr size_t kBufferAlign = 4096;          // bytes
-constexpr size_t kHugePageSize = 2 << 20;      // bytes
-constexpr size_t kRecvCount = 8;               // RECVs posted at a time
-
-// Entries that are read from the completion queue at a time, and entries that
-// it holds: more than we ever have operations in flight.
-constexpr size_t kCompletionQueueReadCount = 16;
-constexpr size_t kCompletionQueueSize = 8192;
-
-// After so many polls without a completion, a loop gives the core to others.
-// Not after each poll: one may move data without completing anything, and the
-// others may keep the core for long.
-constexpr size_t kPollsPerYield = 64;
+constexpr size_t kMaxAddressSize = 256;           // bytes
+constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
+constexpr size_t kBufferAlign = 4096;             // bytes
+constexpr size_t kHugePageSize = 2 << 20;         // bytes
+constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
+constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
-constexpr auto kQuietLimit = 2s;  // without a completion, then we poll slowly
-constexpr auto kIdlePause = 1ms;  // between two looks at quiet queues
-
-constexpr size_t kMaxClients = 8;     // that are served at a time
-constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
-constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
-constexpr auto kListenPeriod = 1ms;   // between two looks for new clients
+constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;   // for a first message, despite a signal
+constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
+constexpr size_t kMaxClients = 8;    // that are served at a time
 
 constexpr size_t kChunkSize = 1 << 20;    // bytes of the file in a WRITE
 constexpr size_t kDefaultSlots = 8;       // that a client asks for
 constexpr size_t kMaxSlots = 64;          // that a client gets
 constexpr uint64_t kMaxChunks = 1 << 30;  // of a file; so 1 PiB
 constexpr size_t kMaxNameSize = 250;      // bytes; with ".part" 255
-constexpr auto kAlivePeriod = 1s;  // between two messages that we are alive
-constexpr auto kGiveUpLimit = 1s;  // for telling the server that we give up
+
+// After so many polls without a completion, a loop gives the core to others.
+// Not after each poll: one may move data without completing anything, and the
+// others may keep the core for long.
+constexpr size_t kPollsPerYield = 64;
+
+constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
+constexpr auto kAlivePeriod = 1s;    // between two messages that we are alive
+constexpr auto kGiveUpLimit = 1s;    // for telling the server that we give up
 
 // ---------------------------------------------------------------------------
-// Errors and signals
+// Errors, signals, text
 // ---------------------------------------------------------------------------
+
+// Describes an error number of libfabric (fi_errno(3)).
+std::string ErrorText(int error) {
+  std::string text = fi_strerror(error);
+  if (error == FI_ENOMEM) {
+    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
+  }
+  return text;
+}
 
 // Throws if a function of libfabric has failed. Such functions return 0 or a
-// count if all went well, otherwise a negative error number (fi_errno(3)).
+// count if all went well, otherwise a negative error number.
 void FiCheck(ssize_t ret, const std::string& what) {
-  if (ret < 0) {
-    throw std::runtime_error(what + ": " + fi_strerror(static_cast<int>(-ret)));
-  }
+  if (ret >= 0) return;
+  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
 }
 
-void Close(struct fid* fid, const char* what) {
-  int ret = fi_close(fid);
-  if (ret != 0) {
-    fprintf(stderr, "warning: fi_close of the %s: %s\n", what,
-            fi_strerror(-ret));
+// Owns an object of libfabric, and closes it. C++ destroys the members of a
+// struct in reverse order, so each object is declared after those that it uses.
+template <typename T>
+struct Owned {
+  T* ptr = nullptr;
+
+  Owned() = default;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  operator T*() const { return ptr; }
+  ~Owned() {
+    int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
+    if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
   }
-}
+};
 
 // Set by the first signal that asks us to end. All loops look at it, so that
 // everything is closed on the way out.
@@ -129,88 +142,26 @@ void HandleSignal(int signum) {
   signal(signum, SIG_DFL);  // a second one ends the process at once
 }
 
-void InstallSignalHandlers() {
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
-  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+void CheckInterrupted() {
+  if (g_interrupted) throw std::runtime_error("interrupted");
 }
 
-// ---------------------------------------------------------------------------
-// GPU memory: all calls of CUDA
-// ---------------------------------------------------------------------------
-
-#ifdef USE_CUDA
-
-inline constexpr const char* kNoGpu = "no GPU";
-
-void CudaCheck(cudaError_t ret, const char* what) {
-  if (ret != cudaSuccess) {
-    throw std::runtime_error(std::string(what) + ": " +
-                             cudaGetErrorString(ret));
+// Replaces the control characters in a text from the other side, because a
+// terminal would obey them: those of ASCII, and U+0080 to U+009F in UTF-8.
+std::string Printable(std::string text) {
+  unsigned char before = 0;
+  for (char& character : text) {
+    auto byte = static_cast<unsigned char>(character);
+    bool control = byte < 0x20 || byte == 0x7f ||
+                   (before == 0xc2 && byte >= 0x80 && byte < 0xa0);
+    if (control) character = '?';
+    before = byte;
   }
+  return text;
 }
-
-// Returns the first GPU that CUDA_VISIBLE_DEVICES allows; -1 if there is none.
-int FindGpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
-}
-
-// Allocates zeroed memory.
-void* CudaAlloc(size_t bytes) {
-  void* data = nullptr;
-  CudaCheck(cudaMalloc(&data, bytes), "cudaMalloc");
-  CudaCheck(cudaMemset(data, 0, bytes), "cudaMemset");
-  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-  return data;
-}
-
-void CudaFree(void* data) { cudaFree(data); }
-
-// Copies between host and GPU, in either direction. cudaMemcpy may return
-// before the copy has ended, and the adapter would then send what was there
-// before.
-void CudaCopy(void* to, const void* from, size_t bytes) {
-  CudaCheck(cudaMemcpy(to, from, bytes, cudaMemcpyDefault), "cudaMemcpy");
-  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
-}
-
-// Makes data that an adapter has written visible to the GPU. The completion is
-// in host memory and the data in GPU memory, and PCI Express may have brought
-// the completion first. Call it between the completion and the use of the data.
-// Does nothing if the GPU keeps that order by itself.
-void CudaFlushWrites(int gpu) {
-  int ordering = 0;
-  int options = 0;
-  CudaCheck(cudaDeviceGetAttribute(&ordering,
-                                   cudaDevAttrGPUDirectRDMAWritesOrdering, gpu),
-            "cudaDeviceGetAttribute");
-  CudaCheck(cudaDeviceGetAttribute(
-                &options, cudaDevAttrGPUDirectRDMAFlushWritesOptions, gpu),
-            "cudaDeviceGetAttribute");
-  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner ||
-      (options & cudaFlushGPUDirectRDMAWritesOptionHost) == 0) {
-    return;
-  }
-  CudaCheck(cudaDeviceFlushGPUDirectRDMAWrites(
-                cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
-                cudaFlushGPUDirectRDMAWritesToOwner),
-            "cudaDeviceFlushGPUDirectRDMAWrites");
-}
-
-#else  // Built without CUDA: no GPU is found, and nothing else is called.
-
-inline constexpr const char* kNoGpu = "built without CUDA";
-
-int FindGpu() { return -1; }
-void* CudaAlloc(size_t) { return nullptr; }
-void CudaFree(void*) {}
-void CudaCopy(void*, const void*, size_t) {}
-void CudaFlushWrites(int) {}
-
-#endif
 
 // ---------------------------------------------------------------------------
-// Addresses and buffers
+// Addresses
 // ---------------------------------------------------------------------------
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
@@ -245,209 +196,9 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// Memory that can be registered, and its registration. While an operation is
-// in flight the adapter may use its buffer at any time, so declare a buffer
-// before the Network that uses it. Then C++ closes the Network first.
-struct Buffer {
-  uint8_t* data = nullptr;
-  size_t size = 0;              // bytes
-  struct fid_mr* mr = nullptr;  // set by Domain::RegisterMemory
-  int gpu = -1;                 // the GPU that has the memory; -1: the host
-
-  Buffer() = default;
-  Buffer(const Buffer&) = delete;
-  Buffer& operator=(const Buffer&) = delete;
-  ~Buffer() { Free(); }
-
-  // Allocates zeroed memory. Writing the zeros makes sure that every page of it
-  // exists, which a provider may demand before registration (FI_MR_ALLOCATED).
-  void Alloc(size_t bytes) {
-    size = bytes;
-    size_t align = kBufferAlign;
-    // Large buffers are on huge pages, which need fewer entries in the page
-    // tables and in the adapter's copy of them.
-    if (size >= kHugePageSize) align = kHugePageSize;
-    size_t rounded = (size + align - 1) / align * align;
-    data = static_cast<uint8_t*>(aligned_alloc(align, rounded));
-    if (data == nullptr) throw std::bad_alloc();
-    if (align == kHugePageSize) madvise(data, rounded, MADV_HUGEPAGE);
-    memset(data, 0, rounded);
-  }
-
-  void AllocOnGpu(size_t bytes, int on_gpu) {
-    data = static_cast<uint8_t*>(CudaAlloc(bytes));
-    size = bytes;
-    gpu = on_gpu;
-  }
-
-  void CopyIn(size_t offset, const void* from, size_t len) {
-    gpu < 0 ? (void)memcpy(data + offset, from, len)
-            : CudaCopy(data + offset, from, len);
-  }
-
-  void CopyOut(size_t offset, void* to, size_t len) const {
-    gpu < 0 ? (void)memcpy(to, data + offset, len)
-            : CudaCopy(to, data + offset, len);
-  }
-
-  void Free() {
-    if (mr) Close(&mr->fid, "memory region");
-    gpu < 0 ? free(data) : CudaFree(data);
-    mr = nullptr;
-    data = nullptr;
-    gpu = -1;
-  }
-};
-
 // ---------------------------------------------------------------------------
-// Operations
+// Domain and buffers
 // ---------------------------------------------------------------------------
-
-enum class RdmaOpType : uint8_t {
-  kRecv,
-  kSend,
-  kWrite,
-  kRead,
-  kRemoteWrite,  // posted by the other side; we see only its completion
-};
-
-// Where the data of a WRITE comes from, and where it goes.
-struct RdmaWriteOp {
-  Buffer* buf = nullptr;
-  size_t offset = 0;      // bytes from the start of buf
-  size_t len = 0;         // bytes
-  uint64_t dest_ptr = 0;  // from the owner of the memory
-  uint64_t dest_key = 0;  // from the owner of the memory
-  uint32_t imm_data = 0;  // 0: none; some providers carry no more than 4 bytes
-};
-
-// Where the data of a READ comes from, and where it goes.
-struct RdmaReadOp {
-  Buffer* buf = nullptr;
-  size_t offset = 0;     // bytes from the start of buf
-  size_t len = 0;        // bytes
-  uint64_t src_ptr = 0;  // from the owner of the memory
-  uint64_t src_key = 0;  // from the owner of the memory
-};
-
-struct RdmaOp;
-
-// Called once, when an operation has completed. It may post others.
-using RdmaCallback = std::function<void(const RdmaOp&)>;
-
-// A work request: an operation for libfabric to do, and the function to call
-// when it is done.
-struct RdmaOp {
-  // Must come first: some providers keep notes of their own here while the
-  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
-  RdmaOpType type = RdmaOpType::kRecv;
-  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND
-  Buffer* buf = nullptr;
-  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
-  RdmaWriteOp write = {};
-  RdmaReadOp read = {};
-  RdmaCallback callback = nullptr;
-  std::string error = {};  // set at completion; empty if all went well
-
-  const char* Name() const {
-    switch (type) {
-      case RdmaOpType::kRecv:
-        return "RECV";
-      case RdmaOpType::kSend:
-        return "SEND";
-      case RdmaOpType::kWrite:
-        return "WRITE";
-      case RdmaOpType::kRead:
-        return "READ";
-      case RdmaOpType::kRemoteWrite:
-        return "remote WRITE";
-    }
-    return "operation";
-  }
-
-  // Throws if the operation has failed.
-  void Check() const {
-    if (error.empty()) return;
-    bool to_peer = type != RdmaOpType::kRecv;
-    throw std::runtime_error(
-        std::string(Name()) + " failed: " + error +
-        (to_peer ? "; is the other side still running?" : ""));
-  }
-};
-
-// ---------------------------------------------------------------------------
-// Domain and Network
-// ---------------------------------------------------------------------------
-
-// An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter. Declare it before everything that
-// uses it, so that it is closed last.
-struct Domain {
-  struct fi_info* info = nullptr;
-  struct fid_fabric* fabric = nullptr;
-  struct fid_domain* domain = nullptr;
-  uint64_t next_key = 1;
-  // Complete a WRITE only when the data is in the peer's memory.
-  uint64_t write_flags = FI_DELIVERY_COMPLETE;
-
-  Domain() = default;
-  Domain(const Domain&) = delete;
-  Domain& operator=(const Domain&) = delete;
-  ~Domain();
-
-  void Open(struct fi_info* list);
-  void RegisterMemory(Buffer& buf, uint64_t access);
-  size_t MaxMessageSize() const;
-};
-
-// An endpoint, where operations are posted, and what belongs to it: a
-// completion queue, which says what became of them, an address vector, which
-// holds the addresses of peers, and an event queue.
-struct Network {
-  Domain* domain = nullptr;
-  struct fid_av* av = nullptr;
-  struct fid_cq* cq = nullptr;
-  struct fid_eq* eq = nullptr;
-  struct fid_ep* ep = nullptr;
-  Address addr;                       // our own
-  Clock::time_point last_completion;  // of anything but a SEND
-  std::chrono::seconds silence_limit = kSilenceLimit;
-
-  std::deque<RdmaOp> ops;           // as many as were ever in use at a time
-  std::vector<RdmaOp*> free_ops;    // those of them that are not in use
-  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
-  uint64_t eagain_count = 0;        // how many times it had none (-FI_EAGAIN)
-  // Callbacks for WRITEs from the other side, by their immediate data.
-  std::unordered_map<uint32_t, RdmaCallback> remote_writes;
-
-  Network() = default;
-  Network(const Network&) = delete;
-  Network& operator=(const Network&) = delete;
-  ~Network();
-
-  void Open(Domain& open_domain);
-  fi_addr_t AddPeerAddress(const Address& address);
-
-  void PostRecv(Buffer& buf, const RdmaCallback& callback);
-  void PostSend(fi_addr_t peer, Buffer& buf, size_t len,
-                const RdmaCallback& callback);
-  void PostWrite(fi_addr_t peer, const RdmaWriteOp& write,
-                 const RdmaCallback& callback);
-  void PostRead(fi_addr_t peer, const RdmaReadOp& read,
-                const RdmaCallback& callback);
-  void AddRemoteWrite(uint32_t imm_data, const RdmaCallback& callback);
-  size_t PollCompletion();
-  void WaitUntil(const char* what, const std::function<bool()>& done);
-
-  void Post(RdmaOp request);
-  void ProgressPendingOps();
-  bool Submit(RdmaOp* op);
-  void Complete(void* context, size_t len, const std::string& error);
-  void CompleteRemoteWrite(uint32_t imm_data);
-  void ReadError();
-  Clock::duration CheckSilence(const char* what) const;
-};
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -455,11 +206,14 @@ std::string ProviderSetting() {
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
 }
 
+// What fi_getinfo(3) says about an interface, and about those after it; and the
+// function that frees it.
+using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
-// first. FI_PROVIDER narrows the choice, and so does `same`, to one interface.
-// The caller owns the list; see fi_getinfo(3).
-struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
-  struct fi_info* hints = fi_allocinfo();
+// first. FI_PROVIDER narrows the choice.
+Info GetInfo(uint64_t caps) {
+  Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
@@ -468,43 +222,18 @@ struct fi_info* GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-  if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;
   // Only one thread uses the domain, so the provider needs no locks.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
 
-  if (same != nullptr) {
-    hints->fabric_attr->prov_name = strdup(same->fabric_attr->prov_name);
-    hints->fabric_attr->name = strdup(same->fabric_attr->name);
-    hints->domain_attr->name = strdup(same->domain_attr->name);
-  }
-
   struct fi_info* info = nullptr;
-  int ret = fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints, &info);
-  fi_freeinfo(hints);
-  FiCheck(ret,
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
               "program needs (`fi_info -t FI_EP_RDM` lists what there is)");
-  return info;
-}
-
-// Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
-// and the interface that we would use anyway supports it. We do not change to
-// another interface for it: a libfabric without CUDA would offer shm, which
-// reaches nobody outside this host.
-struct fi_info* GetInfoWithGpu() {
-  struct fi_info* plain = GetInfo(kCaps);
-  if (FindGpu() < 0) return plain;
-  try {
-    struct fi_info* with_gpu = GetInfo(kCaps | FI_HMEM, plain);
-    fi_freeinfo(plain);
-    return with_gpu;
-  } catch (const std::runtime_error&) {
-    return plain;
-  }
+  return Info(info, fi_freeinfo);
 }
 
 // Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
@@ -533,434 +262,352 @@ std::string Describe(const struct fi_info* info) {
          ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
 }
 
-// Opens the first interface of a list made by GetInfo, and owns the list from
-// then on.
-void Domain::Open(struct fi_info* list) {
-  info = list;
-  FiCheck(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
-  FiCheck(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
+// An interface that has been opened: its fabric, which is the network, and its
+// domain, which is our access to the adapter.
+struct Domain {
+  Info info;
+  Owned<struct fid_fabric> fabric;
+  Owned<struct fid_domain> domain;
+  uint64_t next_key = 1;
+  // Complete a WRITE only when the data is in the peer's memory.
+  uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
-  // The shm provider copies the data of a WRITE when we post it, or before any
-  // later WRITE, so the data is in place in time even if we do not ask for
-  // that. If we ask, the provider of libfabric 1.17 has the other side copy it
-  // under a lock, and waits for ever if that side is killed in the meantime. It
-  // copies GPU memory in no other way.
-  if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
-      (info->caps & FI_HMEM) == 0) {
-    write_flags = 0;
+  // Opens the first interface of a list.
+  explicit Domain(Info list) : info(std::move(list)) {
+    printf("%s\n", Describe(info.get()).c_str());
+    FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
+    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    // The shm provider copies the data of a WRITE in time even if we do not ask
+    // for that. If we ask, the provider of libfabric 1.17 has the other side
+    // copy it under a lock, and waits for ever if that side is killed.
+    if (strcmp(info->fabric_attr->prov_name, "shm") == 0) write_flags = 0;
   }
-}
 
-// Opens an endpoint on a domain, which must outlive it.
-void Network::Open(Domain& open_domain) {
-  domain = &open_domain;
-  struct fi_av_attr av_attr = {};
-  FiCheck(fi_av_open(domain->domain, &av_attr, &av, nullptr), "fi_av_open");
-
-  struct fi_cq_attr cq_attr = {};
-  cq_attr.size = kCompletionQueueSize;
-  cq_attr.format = FI_CQ_FORMAT_DATA;
-  FiCheck(fi_cq_open(domain->domain, &cq_attr, &cq, nullptr), "fi_cq_open");
-
-  // Without an event queue, the efa provider ends the process on some errors of
-  // a peer. We never read it: such a peer falls silent, and we notice that.
-  struct fi_eq_attr eq_attr = {};
-  FiCheck(fi_eq_open(domain->fabric, &eq_attr, &eq, nullptr), "fi_eq_open");
-
-  FiCheck(fi_endpoint(domain->domain, domain->info, &ep, nullptr),
-          "fi_endpoint");
-  FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind (address vector)");
-  FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV),
-          "fi_ep_bind (completion queue)");
-  FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind (event queue)");
-  FiCheck(fi_enable(ep), "fi_enable");
-
-  size_t length = kMaxAddressSize;
-  addr.resize(length);
-  FiCheck(fi_getname(&ep->fid, addr.data(), &length), "fi_getname");
-  addr.resize(length);
-  last_completion = Clock::now();
-}
-
-// Closes the endpoint first, because the operations that are still in flight
-// use everything else.
-Network::~Network() {
-  if (ep) Close(&ep->fid, "endpoint");
-  if (eq) Close(&eq->fid, "event queue");
-  if (cq) Close(&cq->fid, "completion queue");
-  if (av) Close(&av->fid, "address vector");
-}
-
-Domain::~Domain() {
-  if (domain) Close(&domain->fid, "domain");
-  if (fabric) Close(&fabric->fid, "fabric");
-  if (info) fi_freeinfo(info);
-}
-
-// Tells the adapter about a buffer, and which operations may use it from now on
-// (FI_SEND, FI_RECV ...; see fi_mr(3)).
-void Domain::RegisterMemory(Buffer& buf, uint64_t access) {
-  struct iovec iov = {.iov_base = buf.data, .iov_len = buf.size};
-  struct fi_mr_attr attr = {};
-  attr.mr_iov = &iov;
-  attr.iov_count = 1;
-  attr.access = access;
-  // Used by providers that let us choose the key (those without
-  // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-  attr.requested_key = next_key++;
-  if (buf.gpu >= 0) {
-    attr.iface = FI_HMEM_CUDA;
-    attr.device.cuda = buf.gpu;
+  // Returns the greatest length of a message, in bytes. Server and client use
+  // the same provider, so it is the same for both.
+  size_t MaxMessageSize() const {
+    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
   }
-  int ret = fi_mr_regattr(domain, &attr, 0, &buf.mr);
-  FiCheck(ret, "fi_mr_regattr of " + std::to_string(buf.size) + " bytes" +
-                   (ret == -FI_ENOMEM
-                        ? " (the limit of locked memory, `ulimit -l`, may be "
-                          "too low)"
-                        : ""));
+};
+
+// Memory, and the function that frees it.
+using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+
+// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+Memory AllocHost(size_t size) {
+  size_t align = kBufferAlign;
+  // Large buffers are on huge pages, which need fewer entries in the page
+  // tables and in the adapter's copy of them.
+  if (size >= kHugePageSize) align = kHugePageSize;
+  size_t rounded = (size + align - 1) / align * align;
+  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) throw std::bad_alloc();
+  if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
+  memset(data.get(), 0, rounded);
+  return data;
 }
 
-// Returns the greatest length of a message, in bytes. Server and client use the
-// same provider, so it is the same for both.
-size_t Domain::MaxMessageSize() const {
-  return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
-}
+// Registered memory: the adapter knows it, and which operations may use it
+// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
+// adapter may use its buffer at any time, so declare a buffer before the
+// Network that uses it. Then C++ closes the Network first.
+struct Buffer {
+  size_t size;  // bytes
+  Memory data;
+  Owned<struct fid_mr> mr;
 
-// Returns libfabric's number for a peer's address. Nothing is sent, so a peer
-// that does not exist shows later, as an error or as silence.
-fi_addr_t Network::AddPeerAddress(const Address& address) {
-  // An address that is a name ends with a zero byte and begins as ours does.
-  // Any other address is as long as ours.
-  bool fits = domain->info->addr_format == FI_ADDR_STR
-                  ? !address.empty() && address.back() == 0 &&
-                        address.front() == addr.front()
-                  : address.size() == addr.size();
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
-    throw std::runtime_error("\"" + ToHex(address) +
-                             "\" is not an address of provider " +
-                             domain->info->fabric_attr->prov_name +
-                             "; do both sides use the same FI_PROVIDER?");
+  Buffer(Domain& domain, size_t bytes, uint64_t access)
+      : size(bytes), data(AllocHost(bytes)) {
+    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
+    struct fi_mr_attr attr = {};
+    attr.mr_iov = &iov;
+    attr.iov_count = 1;
+    attr.access = access;
+    // Used by providers that let us choose the key (those without
+    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
+    attr.requested_key = domain.next_key++;
+    FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
+            "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
-  return peer;
-}
+};
 
-// Posts a RECV: the next message, from anybody, goes into `buf`.
-void Network::PostRecv(Buffer& buf, const RdmaCallback& callback) {
-  RdmaOp op = {.type = RdmaOpType::kRecv,
-               .buf = &buf,
-               .len = buf.size,
-               .callback = callback};
-  Post(std::move(op));
-}
+// ---------------------------------------------------------------------------
+// Operations and completions
+// ---------------------------------------------------------------------------
 
-// Sends the first `len` bytes of `buf`, which must not change until the SEND
-// has completed.
-void Network::PostSend(fi_addr_t peer, Buffer& buf, size_t len,
-                       const RdmaCallback& callback) {
-  RdmaOp op = {.type = RdmaOpType::kSend,
-               .peer = peer,
-               .buf = &buf,
-               .len = len,
-               .callback = callback};
-  Post(std::move(op));
-}
+enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
 
-// Posts a WRITE into memory of the peer, whose program takes no part in it.
-void Network::PostWrite(fi_addr_t peer, const RdmaWriteOp& write,
-                        const RdmaCallback& callback) {
-  RdmaOp op = {.type = RdmaOpType::kWrite,
-               .peer = peer,
-               .buf = write.buf,
-               .len = write.len,
-               .write = write,
-               .callback = callback};
-  Post(std::move(op));
-}
+// A work request: an operation for libfabric to do, and the function to call
+// once when it is done, which may post others.
+struct RdmaOp {
+  // Must come first: some providers keep notes of their own here while the
+  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
+  struct fi_context2 context = {};
+  RdmaOpType type = RdmaOpType::kRecv;
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
+  Buffer* buf = nullptr;
+  size_t len = 0;            // bytes; of a RECV, set when a message has arrived
+  size_t offset = 0;         // of a WRITE, in buf
+  uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
+  uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
+  uint32_t imm_data = 0;     // of a WRITE; 0: none; 4 bytes is all efa has
+  std::function<void(const RdmaOp&)> callback = nullptr;
+  std::string error = {};  // set at completion; empty if all went well
 
-// Posts a READ from memory of the peer, whose program takes no part in it.
-void Network::PostRead(fi_addr_t peer, const RdmaReadOp& read,
-                       const RdmaCallback& callback) {
-  RdmaOp op = {.type = RdmaOpType::kRead,
-               .peer = peer,
-               .buf = read.buf,
-               .len = read.len,
-               .read = read,
-               .callback = callback};
-  Post(std::move(op));
-}
+  // Returns whether the peer's program takes no part in it.
+  bool OneSided() const { return type > RdmaOpType::kSend; }
 
-// Calls back once, when a WRITE with this immediate data has arrived here. Has
-// to be called before the WRITE can arrive.
-void Network::AddRemoteWrite(uint32_t imm_data, const RdmaCallback& callback) {
-  remote_writes[imm_data] = callback;
-}
-
-// Hands an operation to libfabric, or keeps it until there is room. Once one
-// has to wait, all later ones wait behind it, so that none overtakes another.
-void Network::Post(RdmaOp request) {
-  if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
-  RdmaOp* op = free_ops.back();
-  *op = std::move(request);
-  free_ops.pop_back();
-  if (pending_ops.empty() && Submit(op)) return;
-  pending_ops.push_back(op);
-}
-
-// Hands over what has been waiting, as far as there is room.
-void Network::ProgressPendingOps() {
-  while (!pending_ops.empty() && Submit(pending_ops.front())) {
-    pending_ops.pop_front();
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    constexpr const char* kNames[] = {"RECV", "SEND", "WRITE"};
+    std::string hint;
+    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
+    if (OneSided()) hint += " Or has it refused the access?";
+    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
+                             (" failed: " + error) + hint);
   }
-}
+};
 
-// Hands an operation to libfabric. Returns false if there is no room for it now
-// (-FI_EAGAIN); reading the completion queue makes room. See fi_msg(3).
-bool Network::Submit(RdmaOp* op) {
-  void* desc = fi_mr_desc(op->buf->mr);
-  struct iovec iov = {.iov_base = op->buf->data, .iov_len = op->len};
-  ssize_t ret = 0;
-  switch (op->type) {
-    case RdmaOpType::kRecv: {
-      ret = fi_recv(ep, op->buf->data, op->len, desc, FI_ADDR_UNSPEC, op);
-      break;
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
+struct Network {
+  Domain& domain;
+  std::deque<RdmaOp> ops;         // as many as were ever in use at a time
+  std::vector<RdmaOp*> free_ops;  // those of them that are not in use
+
+  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
+
+  Address addr;  // our own
+  // When anything but a SEND has last completed.
+  Clock::time_point last_completion = Clock::now();
+  // Called when a WRITE from the other side has arrived that brought immediate
+  // data, and told that data. No operation of ours has to do with it.
+  std::function<void(uint32_t)> on_imm_data;
+  Owned<struct fid_av> av;
+  Owned<struct fid_cq> cq;
+  Owned<struct fid_eq> eq;
+  Owned<struct fid_ep> ep;
+
+  explicit Network(Domain& open_domain) : domain(open_domain) {
+    struct fi_av_attr av_attr = {};
+    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
+    struct fi_cq_attr cq_attr = {};
+    cq_attr.size = kCompletionQueueSize;
+    cq_attr.format = FI_CQ_FORMAT_DATA;
+    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+            "fi_cq_open");
+    // Without an event queue, the efa provider ends the process on some errors
+    // of a peer. We never read it: such a peer falls silent, and we notice.
+    struct fi_eq_attr eq_attr = {};
+    FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
+            "fi_eq_open");
+
+    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+            "fi_endpoint");
+    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
+    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
+            "fi_ep_bind (completion queue)");
+    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_enable(ep), "fi_enable");
+
+    size_t length = kMaxAddressSize;
+    addr.resize(length);
+    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    addr.resize(length);
+  }
+
+  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
+  // that does not exist shows later, as an error or as silence.
+  fi_addr_t AddPeerAddress(const Address& address) {
+    // An address that is a name ends with a zero byte and begins as ours does.
+    // Any other address is as long as ours.
+    bool fits = domain.info->addr_format == FI_ADDR_STR
+                    ? !address.empty() && address.back() == 0 &&
+                          address.front() == addr.front()
+                    : address.size() == addr.size();
+    fi_addr_t peer = FI_ADDR_UNSPEC;
+    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+      throw std::runtime_error("\"" + ToHex(address) +
+                               "\" is not an address of provider " +
+                               domain.info->fabric_attr->prov_name +
+                               "; do both sides use the same FI_PROVIDER?");
     }
-    case RdmaOpType::kSend: {
-      struct fi_msg msg = {};
-      msg.msg_iov = &iov;
-      msg.desc = &desc;
-      msg.iov_count = 1;
-      msg.addr = op->peer;
-      msg.context = op;
-      // Complete only when the data is in place at the peer. The default of a
-      // provider may be a weaker level (fi_cq(3)).
-      ret = fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
-      break;
+    return peer;
+  }
+
+  // Hands an operation to libfabric, or keeps it until there is room. Its buffer
+  // must not change until it has completed. Once one operation has to wait, all
+  // later ones wait behind it, so that none overtakes another.
+  void Post(RdmaOp request) {
+    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
+    RdmaOp* op = free_ops.back();
+    *op = std::move(request);
+    free_ops.pop_back();
+    pending_ops.push_back(op);
+    ProgressPendingOps();
+  }
+
+  // Hands over what is waiting, as far as libfabric has room.
+  void ProgressPendingOps() {
+    while (!pending_ops.empty()) {
+      RdmaOp* op = pending_ops.front();
+      ssize_t ret = Submit(op);
+      if (ret == -FI_EAGAIN) return;  // reading completions makes room
+      pending_ops.pop_front();
+      if (ret != 0) op->error = ErrorText(static_cast<int>(-ret));
+      op->Check();
     }
-    case RdmaOpType::kWrite: {
-      const RdmaWriteOp& write = op->write;
-      iov.iov_base = write.buf->data + write.offset;
-      struct fi_rma_iov to = {
-          .addr = write.dest_ptr, .len = write.len, .key = write.dest_key};
+  }
+
+  // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
+  ssize_t Submit(RdmaOp* op) {
+    void* desc = fi_mr_desc(op->buf->mr);
+    struct iovec iov = {.iov_base = &op->buf->data[op->offset],
+                        .iov_len = op->len};
+    if (op->OneSided()) {
+      struct fi_rma_iov remote = {
+          .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
       struct fi_msg_rma msg = {};
       msg.msg_iov = &iov;
       msg.desc = &desc;
       msg.iov_count = 1;
       msg.addr = op->peer;
-      msg.rma_iov = &to;
+      msg.rma_iov = &remote;
       msg.rma_iov_count = 1;
       msg.context = op;
-      msg.data = write.imm_data;
-      ret = fi_writemsg(
-          ep, &msg,
-          domain->write_flags | (write.imm_data ? FI_REMOTE_CQ_DATA : 0));
-      break;
+      msg.data = op->imm_data;
+      uint64_t imm_flag = op->imm_data != 0 ? FI_REMOTE_CQ_DATA : 0;
+      return fi_writemsg(ep, &msg, domain.write_flags | imm_flag);
     }
-    case RdmaOpType::kRead: {
-      const RdmaReadOp& read = op->read;
-      iov.iov_base = read.buf->data + read.offset;
-      struct fi_rma_iov from = {
-          .addr = read.src_ptr, .len = read.len, .key = read.src_key};
-      struct fi_msg_rma msg = {};
-      msg.msg_iov = &iov;
-      msg.desc = &desc;
-      msg.iov_count = 1;
-      msg.addr = op->peer;
-      msg.rma_iov = &from;
-      msg.rma_iov_count = 1;
-      msg.context = op;
-      // No level to ask for: a READ is complete when its data is here.
-      ret = fi_readmsg(ep, &msg, 0);
-      break;
+    struct fi_msg msg = {};
+    msg.msg_iov = &iov;
+    msg.desc = &desc;
+    msg.iov_count = 1;
+    msg.addr = op->peer;
+    msg.context = op;
+    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
+    // Complete only when the data is in place at the peer. The default of a
+    // provider may be a weaker level (fi_cq(3)).
+    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
+  }
+
+  // Reads what has completed and calls back. Many providers work only while we
+  // read: they have no thread of their own. Returns the number of completions.
+  // Throws if something is wrong with the endpoint, or if a callback does.
+  size_t PollCompletion() {
+    ProgressPendingOps();
+    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    if (ret == -FI_EAGAIN) return 0;
+    if (ret == -FI_EAVAIL) {
+      ReadError();
+      return 1;
     }
-    case RdmaOpType::kRemoteWrite:
-      break;  // never posted
-  }
-  if (ret == -FI_EAGAIN) {
-    ++eagain_count;
-    return false;
-  }
-  if (ret != 0) op->error = fi_strerror(static_cast<int>(-ret));
-  op->Check();
-  return true;
-}
-
-// Reads what has completed and calls back. Many providers work only while we
-// read: they have no thread of their own. Returns the number of completions.
-// Throws if something is wrong with the endpoint, or if a callback does.
-size_t Network::PollCompletion() {
-  ProgressPendingOps();
-  struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
-  ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
-  if (ret == -FI_EAGAIN) return 0;
-  if (ret == -FI_EAVAIL) {
-    ReadError();
-    return 1;
-  }
-  FiCheck(ret, "fi_cq_read");
-  for (ssize_t i = 0; i < ret; ++i) {
-    if (cqe[i].flags & FI_REMOTE_WRITE) {
-      CompleteRemoteWrite(static_cast<uint32_t>(cqe[i].data));
-      continue;
+    FiCheck(ret, "fi_cq_read");
+    // A callback that throws must not cost the entries after it.
+    std::exception_ptr failure;
+    for (ssize_t i = 0; i < ret; ++i) {
+      try {
+        if (cqe[i].flags & FI_REMOTE_WRITE) {
+          last_completion = Clock::now();
+          if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
+          continue;
+        }
+        Complete(cqe[i].op_context, cqe[i].len, "");
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
     }
-    Complete(cqe[i].op_context, cqe[i].len, "");
+    if (failure) std::rethrow_exception(failure);
+    return static_cast<size_t>(ret);
   }
-  return static_cast<size_t>(ret);
-}
 
-// Ends an operation: makes its RdmaOp free for another one, and calls back.
-void Network::Complete(void* context, size_t len, const std::string& error) {
-  if (context == nullptr) return;  // not an operation of ours
-  auto* op = static_cast<RdmaOp*>(context);
-  RdmaOp done = std::move(*op);
-  free_ops.push_back(op);
-  // A SEND may complete on this side alone: it says nothing about the peer.
-  if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
-  done.error = error;
-  if (done.type == RdmaOpType::kRecv && error.empty()) {
-    if (len > done.len) done.error = "the message is longer than the buffer";
-    done.len = len;
-  }
-  done.callback(done);
-}
-
-// Calls back for a WRITE from the other side. Ignores it if nobody waits for
-// it.
-void Network::CompleteRemoteWrite(uint32_t imm_data) {
-  last_completion = Clock::now();
-  auto it = remote_writes.find(imm_data);
-  if (it == remote_writes.end()) return;
-  RdmaCallback callback = it->second;
-  remote_writes.erase(it);
-  callback({.type = RdmaOpType::kRemoteWrite});
-}
-
-// Reads a failed operation, which is the next entry of the completion queue.
-// Only fi_cq_readerr can read it.
-void Network::ReadError() {
-  struct fi_cq_err_entry entry = {};
-  ssize_t ret = fi_cq_readerr(cq, &entry, 0);
-  if (ret == -FI_EAGAIN) return;
-  FiCheck(ret, "fi_cq_readerr");
-  std::string error = fi_strerror(entry.err);
-  const char* detail =
-      fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
-  if (detail != nullptr && error != detail) {
-    error += " (" + std::string(detail) + ")";
-  }
-  // Some providers do not say which operation has failed.
-  if (entry.op_context == nullptr) {
-    throw std::runtime_error("an operation failed: " + error);
-  }
-  Complete(entry.op_context, 0, error);
-}
-
-// Polls the completion queue until `done` returns true. Error messages begin
-// with `what`. Only a client waits like this; a server must not, because all
-// its clients would have to wait, too.
-void Network::WaitUntil(const char* what, const std::function<bool()>& done) {
-  last_completion = Clock::now();
-  size_t empty_polls = 0;
-  while (!done()) {
-    if (g_interrupted) throw std::runtime_error("interrupted");
-    if (PollCompletion() > 0) continue;
-    if (CheckSilence(what) > kQuietLimit) {
-      std::this_thread::sleep_for(kIdlePause);
-    } else if (++empty_polls % kPollsPerYield == 0) {
-      // The other side may need the core to answer us.
-      std::this_thread::yield();
+  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  void Complete(void* context, size_t len, const std::string& error) {
+    if (context == nullptr) return;  // not an operation of ours
+    auto* op = static_cast<RdmaOp*>(context);
+    RdmaOp done = std::move(*op);
+    free_ops.push_back(op);
+    // A SEND may complete on this side alone: it says nothing about the peer.
+    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    done.error = error;
+    if (done.type == RdmaOpType::kRecv && error.empty()) {
+      if (len > done.len) done.error = "the message is longer than the buffer";
+      done.len = len;
     }
+    done.callback(done);
   }
-}
 
-// Returns for how long nothing has completed. Throws if that is too long: some
-// providers never report that a peer has gone, and silence is all that there is
-// to notice.
-Clock::duration Network::CheckSilence(const char* what) const {
-  Clock::duration quiet = Clock::now() - last_completion;
-  if (quiet < silence_limit) return quiet;
-  throw std::runtime_error(
-      std::string(what) + ": nothing has happened for " +
-      std::to_string(silence_limit.count()) +
-      " s; is the other side running, with the same FI_PROVIDER?");
-}
+  // Reads a failed operation, which is the next entry of the completion queue.
+  // Only fi_cq_readerr can read it.
+  void ReadError() {
+    struct fi_cq_err_entry entry = {};
+    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_cq_readerr");
+    std::string error = ErrorText(entry.err);
+    const char* detail =
+        fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
+    // Some providers do not say which operation has failed.
+    if (entry.op_context == nullptr) {
+      throw std::runtime_error("an operation failed: " + error);
+    }
+    Complete(entry.op_context, 0, error);
+  }
 
-// ---------------------------------------------------------------------------
-// Messages
-// ---------------------------------------------------------------------------
-
-using Message = std::vector<uint8_t>;
-
-// Keeps RECVs posted, and keeps what they receive until somebody takes it.
-struct Inbox {
-  Buffer bufs[kRecvCount];
-  std::deque<RdmaOp> arrivals;  // completed RECVs
-
-  void Open(Network& net) {
-    for (Buffer& buf : bufs) {
-      buf.Alloc(net.domain->MaxMessageSize());
-      net.domain->RegisterMemory(buf, FI_RECV);
-      PostRecv(net, buf);
+  // Polls until `done` returns true. Error messages begin with `what`. During
+  // the first `grace`, it goes on in spite of a signal. Only a client waits
+  // like this; a server must not, because all its clients would have to wait,
+  // too.
+  void WaitUntil(const char* what, const std::function<bool()>& done,
+                 Clock::duration grace = 0s,
+                 std::chrono::seconds limit = kSilenceLimit) {
+    Clock::time_point start = Clock::now();
+    last_completion = start;
+    size_t empty_polls = 0;
+    while (!done()) {
+      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
+      if (PollCompletion() > 0) continue;
+      if (++empty_polls % kPollsPerYield != 0) continue;
+      CheckSilence(what, limit);
+      if (Clock::now() - last_completion > kQuietLimit) {
+        std::this_thread::sleep_for(kIdlePause);
+      } else {
+        // The other side may need the core to answer us.
+        std::this_thread::yield();
+      }
     }
   }
 
-  void PostRecv(Network& net, Buffer& buf) {
-    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    net.PostRecv(buf, arrived);
-  }
-
-  // Takes out the next message. Returns false if there is none. Throws if the
-  // next RECV has failed, because its message was too long, for example.
-  bool Take(Network& net, Message& message) {
-    if (arrivals.empty()) return false;
-    RdmaOp recv = arrivals.front();
-    arrivals.pop_front();
-    if (recv.error.empty()) {
-      message.assign(recv.buf->data, recv.buf->data + recv.len);
-    }
-    PostRecv(net, *recv.buf);
-    recv.Check();
-    return true;
+  // Throws if nothing has completed for too long: some providers never report
+  // that a peer has gone, and silence is all that there is to notice.
+  void CheckSilence(const char* what,
+                    std::chrono::seconds limit = kSilenceLimit) const {
+    if (Clock::now() - last_completion < limit) return;
+    throw std::runtime_error(
+        std::string(what) + ": nothing has happened for " +
+        std::to_string(limit.count()) +
+        " s; is the other side running, with the same FI_PROVIDER?");
   }
 };
 
-// Sends copies of messages, in order.
-struct Outbox {
-  std::list<Buffer> bufs;          // as many as we have ever needed at a time
-  std::vector<Buffer*> idle_bufs;  // those of them that hold no message
+// ---------------------------------------------------------------------------
+// Messages and sessions
+// ---------------------------------------------------------------------------
 
-  // Sends a message: a head of fixed size, and a tail if there is one.
-  void Send(Network& net, fi_addr_t peer, const void* head, size_t head_size,
-            const void* tail = nullptr, size_t tail_size = 0) {
-    size_t len = head_size + tail_size;
-    if (len > net.domain->MaxMessageSize()) {
-      throw std::runtime_error("a message of " + std::to_string(len) +
-                               " bytes is too long for this provider");
-    }
-    if (idle_bufs.empty()) {
-      Buffer& buf = bufs.emplace_back();
-      buf.Alloc(net.domain->MaxMessageSize());
-      net.domain->RegisterMemory(buf, FI_SEND);
-      idle_bufs.push_back(&buf);
-    }
-    Buffer* buf = idle_bufs.back();
-    idle_bufs.pop_back();
-    memcpy(buf->data, head, head_size);
-    if (tail_size > 0) memcpy(buf->data + head_size, tail, tail_size);
-    auto sent = [this](const RdmaOp& op) {
-      op.Check();
-      idle_bufs.push_back(op.buf);
-    };
-    net.PostSend(peer, *buf, len, sent);
-  }
-
-  bool AllSent() const { return idle_bufs.size() == bufs.size(); }
-};
+using Message = std::string;  // any bytes
 
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
-  kBye = 3,      // client: I have everything that I wanted
+  kBye = 3,      // client: I want nothing more
 
   kPut = 4,     // client: take this file
   kReady = 5,   // server: these slots are yours, and all of them are free
@@ -977,25 +624,207 @@ struct AppMessageBase {
   AppMessageType type;
 };
 
-// Memory that its owner lets the other side use.
-struct AppMemoryRegion {
-  uint64_t addr;
-  uint64_t size;  // bytes
-  uint64_t rkey;
-};
-
 // A CONNECT or an ACCEPT.
 struct AppConnectMessage {
   AppMessageBase base;
   uint32_t addr_size;  // bytes used of addr
   uint8_t addr[kMaxAddressSize];
+};
 
-  void SetAddress(const Address& address) {
-    addr_size = static_cast<uint32_t>(address.size());
-    memcpy(addr, address.data(), address.size());
+// Numbers travel as they are in memory, so both sides need the same byte order.
+static_assert(std::endian::native == std::endian::little,
+              "the numbers in messages are little-endian");
+
+std::runtime_error BadMessage(const std::string& what) {
+  return std::runtime_error("bad message: " + what);
+}
+
+// Returns the type of a message, or 0 if it is too short to have one.
+AppMessageType TypeOf(const Message& message) {
+  AppMessageBase base = {};
+  if (message.size() >= sizeof(base)) {
+    memcpy(&base, message.data(), sizeof(base));
+  }
+  return base.type;
+}
+
+// Copies the beginning of a message into a struct that starts with an
+// AppMessageBase. Throws if the message is too short for it, or of another
+// type.
+template <typename T>
+T ReadMessage(const Message& message, AppMessageType type) {
+  if (message.size() < sizeof(T) || TypeOf(message) != type) {
+    throw BadMessage(std::to_string(message.size()) + " bytes of type " +
+                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
+  }
+  T head;
+  memcpy(&head, message.data(), sizeof(head));
+  return head;
+}
+
+// Returns the address in a CONNECT or an ACCEPT.
+Address ReadAddress(const Message& message, AppMessageType type) {
+  auto connect = ReadMessage<AppConnectMessage>(message, type);
+  if (message.size() != sizeof(connect) ||
+      connect.addr_size > sizeof(connect.addr)) {
+    throw BadMessage("its sizes do not fit together");
+  }
+  return {connect.addr, connect.addr + connect.addr_size};
+}
+
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
+struct Session {
+  Domain& domain;
+  std::list<Buffer> bufs;           // as many as we ever needed at a time
+  std::vector<Buffer*> idle_sends;  // those without a message
+  std::deque<RdmaOp> arrivals;      // completed RECVs
+  size_t unsent = 0;                // messages whose SEND has not completed
+  Network net;
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), net(open_domain) {
+    for (size_t i = 0; i < kRecvCount; ++i) {
+      PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+    }
   }
 
-  Address GetAddress() const { return {addr, addr + addr_size}; }
+  // Posts a RECV: the next message, from anybody, goes into `buf`.
+  void PostRecv(Buffer& buf) {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    net.Post({.type = RdmaOpType::kRecv,
+              .buf = &buf,
+              .len = buf.size,
+              .callback = arrived});
+  }
+
+  // Takes out the next message, if there is one. Throws if its RECV has failed,
+  // because the message was too long, for example.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    Message message;
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
+    }
+    PostRecv(*recv.buf);
+    recv.Check();
+    return message;
+  }
+
+  // Sends a copy of a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    size_t len = sizeof(head) + tail.size();
+    if (len > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " + std::to_string(len) +
+                               " bytes is too long for this provider");
+    }
+    if (idle_sends.empty()) {
+      idle_sends.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
+    }
+    Buffer* buf = idle_sends.back();
+    idle_sends.pop_back();
+    memcpy(buf->data.get(), &head, sizeof(head));
+    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    ++unsent;
+    RdmaOp send = {.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = buf,
+                   .len = len,
+                   .callback = [this](const RdmaOp& op) {
+                     op.Check();
+                     --unsent;
+                     idle_sends.push_back(op.buf);
+                   }};
+    net.Post(std::move(send));
+  }
+
+  // Sends our address: in a CONNECT or an ACCEPT.
+  void SendAddress(AppMessageType type) {
+    AppConnectMessage connect = {};
+    connect.base.type = type;
+    connect.addr_size = static_cast<uint32_t>(net.addr.size());
+    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    Send(connect);
+  }
+
+  // Server: tells a client which endpoint serves it.
+  void Accept(const Address& client_addr) {
+    peer = net.AddPeerAddress(client_addr);
+    SendAddress(AppMessageType::kAccept);
+  }
+
+  // Client: asks the server for an endpoint of its own, and waits for it.
+  void Connect(const Address& server_addr) {
+    peer = net.AddPeerAddress(server_addr);
+    // A signal may come before the first contact, or wait for it. In between,
+    // the shm provider of libfabric 1.17 would end the other process with ours.
+    CheckInterrupted();
+    SendAddress(AppMessageType::kConnect);
+    net.WaitUntil(
+        "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
+    printf("Sent CONNECT message to server\n");
+    // The server answers at once, unless it serves as many clients as it can.
+    // Anything else that arrives was meant for an earlier owner of our address.
+    std::optional<Message> message;
+    net.WaitUntil(
+        "waiting for ACCEPT (the server may have too many clients)",
+        [&] {
+          message = Take();
+          return message && TypeOf(*message) == AppMessageType::kAccept;
+        },
+        0s, kAcceptLimit);
+    peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
+  }
+
+  // Client: tells the server that we want nothing more, so that it has not to
+  // wait for our silence. If the message does not get through, it will.
+  void SayBye(std::chrono::seconds limit = kSilenceLimit) {
+    try {
+      Send(AppMessageBase{AppMessageType::kBye});
+      net.WaitUntil(
+          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+    } catch (const std::runtime_error& e) {
+      fprintf(stderr, "warning: %s\n", e.what());
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------
+// The application
+// ---------------------------------------------------------------------------
+
+// Prints how to reach the server.
+void PrintClientCommand(const char* program, const Network& net) {
+  printf("Run the client with the following command:\n  %s%s %s FILE\n",
+         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+}
+
+// Prints a line about a client. The number says which one. On a terminal, a
+// line that shows progress is replaced by the next line about the same client.
+void PrintLine(FILE* file, size_t number, const std::string& text,
+               bool progress = false) {
+  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
+  if (open_line != 0) {
+    printf(open_line == number ? "\r\033[K" : "\n");
+    fflush(stdout);
+  }
+  progress &= isatty(fileno(file)) == 1;
+  open_line = progress ? number : 0;
+  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
+  fflush(file);
+}
+
+// Memory that its owner lets the other side use.
+struct AppMemoryRegion {
+  uint64_t addr;
+  uint64_t size;  // bytes
+  uint64_t rkey;
 };
 
 // PUT: a client wants to send a file.
@@ -1026,55 +855,9 @@ struct AppErrorMessage {
   char text[252];  // ends with a zero byte
 };
 
-// Numbers travel as they are in memory, so both sides need the same byte order.
-static_assert(std::endian::native == std::endian::little,
-              "the numbers in messages are little-endian");
-
-std::runtime_error BadMessage(const std::string& what) {
-  return std::runtime_error("bad message: " + what);
-}
-
-// Returns the type of a message, or 0 if it is too short to have one.
-AppMessageType TypeOf(const Message& message) {
-  AppMessageBase base = {};
-  if (message.size() < sizeof(base)) return base.type;
-  memcpy(&base, message.data(), sizeof(base));
-  return base.type;
-}
-
-// Copies the beginning of a message into a struct that starts with an
-// AppMessageBase. Throws if the message is too short for it, or of another
-// type.
-void ReadMessage(const Message& message, AppMessageType type, void* head,
-                 size_t head_size) {
-  if (message.size() < head_size) {
-    throw BadMessage("its " + std::to_string(message.size()) +
-                     " bytes are too few");
-  }
-  if (TypeOf(message) != type) {
-    throw BadMessage("its type is " +
-                     std::to_string(static_cast<uint32_t>(TypeOf(message))) +
-                     " instead of " +
-                     std::to_string(static_cast<uint32_t>(type)));
-  }
-  memcpy(head, message.data(), head_size);
-}
-
-// Reads a CONNECT or an ACCEPT. Throws if it cannot be one.
-AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
-  AppConnectMessage connect;
-  ReadMessage(message, type, &connect, sizeof(connect));
-  if (message.size() != sizeof(connect) ||
-      connect.addr_size > sizeof(connect.addr)) {
-    throw BadMessage("its sizes do not fit together");
-  }
-  return connect;
-}
-
 // Reads a CHUNK or a CREDIT: numbers of chunks or of slots, a uint32_t each.
 std::vector<uint32_t> ReadNumbers(const Message& message, AppMessageType type) {
-  AppMessageBase base;
-  ReadMessage(message, type, &base, sizeof(base));
+  auto base = ReadMessage<AppMessageBase>(message, type);
   size_t size = message.size() - sizeof(base);
   if (size % sizeof(uint32_t) != 0) throw BadMessage("half a number");
   std::vector<uint32_t> numbers(size / sizeof(uint32_t));
@@ -1082,118 +865,11 @@ std::vector<uint32_t> ReadNumbers(const Message& message, AppMessageType type) {
   return numbers;
 }
 
-// Returns whether a text contains control characters, which a terminal would
-// obey: those of ASCII, and U+0080 to U+009F in UTF-8.
-bool HasControl(const std::string& text) {
-  unsigned char before = 0;
-  for (unsigned char c : text) {
-    if (iscntrl(c) || (before == 0xc2 && c < 0xa0)) return true;
-    before = c;
-  }
-  return false;
-}
-
-// Reads an ERROR. Returns its text, or a stand-in for control characters.
+// Reads an ERROR. Returns its text.
 std::string ReadReason(const Message& message) {
-  AppErrorMessage error;
-  ReadMessage(message, AppMessageType::kError, &error, sizeof(error));
-  std::string text(error.text, strnlen(error.text, sizeof(error.text)));
-  return HasControl(text) ? "(an unreadable reason)" : text;
+  auto error = ReadMessage<AppErrorMessage>(message, AppMessageType::kError);
+  return Printable({error.text, strnlen(error.text, sizeof(error.text))});
 }
-
-// ---------------------------------------------------------------------------
-// Session
-// ---------------------------------------------------------------------------
-
-// One end of a conversation: an endpoint, and messages from and to one peer.
-// The server has a session for each client. Destroying it also ends whatever
-// was in flight to that client, and only closing the endpoint can do that.
-struct Session {
-  Inbox inbox;
-  Outbox outbox;
-  Network net;
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  bool done = false;  // the client has said BYE
-
-  void Open(Domain& domain) {
-    net.Open(domain);
-    inbox.Open(net);
-  }
-
-  void Accept(const AppConnectMessage& connect, AppConnectMessage accept);
-  AppConnectMessage Connect(const Address& server_addr,
-                            AppConnectMessage connect);
-  void SayBye();
-
-  void Send(const void* head, size_t head_size, const void* tail = nullptr,
-            size_t tail_size = 0) {
-    outbox.Send(net, peer, head, head_size, tail, tail_size);
-  }
-
-  // Takes out the next message. Returns false if there is none, or if it is a
-  // BYE.
-  bool Take(Message& message) {
-    if (done || !inbox.Take(net, message)) return false;
-    done = TypeOf(message) == AppMessageType::kBye;
-    return !done;
-  }
-
-  size_t Poll() { return net.PollCompletion(); }
-
-  void WaitUntil(const char* what, const std::function<bool()>& is_done) {
-    net.WaitUntil(what, is_done);
-  }
-};
-
-// Server: tells a client which endpoint serves it, and whatever else is in
-// `accept`.
-void Session::Accept(const AppConnectMessage& connect,
-                     AppConnectMessage accept) {
-  peer = net.AddPeerAddress(connect.GetAddress());
-  accept.base.type = AppMessageType::kAccept;
-  accept.SetAddress(net.addr);
-  Send(&accept, sizeof(accept));
-}
-
-// Client: asks the server for an endpoint of its own, and waits for it. Tells
-// the server whatever else is in `connect`. Returns the ACCEPT.
-AppConnectMessage Session::Connect(const Address& server_addr,
-                                   AppConnectMessage connect) {
-  peer = net.AddPeerAddress(server_addr);
-  connect.base.type = AppMessageType::kConnect;
-  connect.SetAddress(net.addr);
-  Send(&connect, sizeof(connect));
-  WaitUntil("sending CONNECT", [this] { return outbox.AllSent(); });
-  printf("Sent CONNECT message to server\n");
-
-  // The server answers at once, unless it serves as many clients as it can.
-  // Anything else that arrives was meant for an earlier owner of our address.
-  Message message;
-  net.silence_limit = kAcceptLimit;
-  WaitUntil("waiting for ACCEPT (the server may have too many clients)", [&] {
-    return Take(message) && TypeOf(message) == AppMessageType::kAccept;
-  });
-  net.silence_limit = kSilenceLimit;
-  AppConnectMessage accept = ReadConnect(message, AppMessageType::kAccept);
-  peer = net.AddPeerAddress(accept.GetAddress());
-  return accept;
-}
-
-// Client: tells the server that we are done. If the message does not get
-// through, the server will notice our silence.
-void Session::SayBye() {
-  AppMessageBase bye = {AppMessageType::kBye};
-  try {
-    Send(&bye, sizeof(bye));
-    WaitUntil("saying BYE", [this] { return outbox.AllSent(); });
-  } catch (const std::runtime_error& e) {
-    fprintf(stderr, "warning: %s\n", e.what());
-  }
-}
-
-// ---------------------------------------------------------------------------
-// Files
-// ---------------------------------------------------------------------------
 
 // Returns an error about a system call that has just failed.
 std::system_error SystemError(const std::string& what) {
@@ -1209,7 +885,7 @@ std::string CheckName(const std::string& name) {
   }
   if (name == "." || name == "..") return "the name is that of a directory";
   if (name.find('/') != std::string::npos) return "the name contains a /";
-  if (HasControl(name)) return "the name contains a control character";
+  if (Printable(name) != name) return "the name contains a control character";
   return "";
 }
 
@@ -1218,14 +894,7 @@ struct SourceFile {
   int fd = -1;
   struct stat status = {};  // at the beginning
 
-  SourceFile() = default;
-  SourceFile(const SourceFile&) = delete;
-  SourceFile& operator=(const SourceFile&) = delete;
-  ~SourceFile() {
-    if (fd >= 0) close(fd);
-  }
-
-  void Open(const std::string& path) {
+  explicit SourceFile(const std::string& path) {
     // O_NONBLOCK, because opening a named pipe would wait for its other end.
     fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0 || fstat(fd, &status) != 0) {
@@ -1234,6 +903,12 @@ struct SourceFile {
     if (!S_ISREG(status.st_mode)) {
       throw std::runtime_error(path + " is not a regular file");
     }
+  }
+
+  SourceFile(const SourceFile&) = delete;
+  SourceFile& operator=(const SourceFile&) = delete;
+  ~SourceFile() {
+    if (fd >= 0) close(fd);
   }
 
   uint64_t Size() const { return static_cast<uint64_t>(status.st_size); }
@@ -1284,13 +959,13 @@ struct TargetFile {
     if (dir >= 0) close(dir);
   }
 
-  // Creates the file in the directory in which we were started. Never touches
-  // a file that exists, nor what a symbolic link points to.
-  void Create(const std::string& file_name) {
+  // Creates the file in a directory. Never touches a file that exists, nor what
+  // a symbolic link points to.
+  void Create(const std::string& directory, const std::string& file_name) {
     name = file_name;
     std::string part = name + ".part";
-    dir = open(".", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (dir < 0) throw SystemError("cannot open the directory");
+    dir = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (dir < 0) throw SystemError("cannot open " + directory);
     if (faccessat(dir, name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0) {
       throw std::runtime_error(name + " exists already");
     }
@@ -1360,10 +1035,6 @@ void SlowDown() {
   }
 }
 
-// ---------------------------------------------------------------------------
-// Chunks and slots
-// ---------------------------------------------------------------------------
-
 // Returns the checksum of a chunk. It depends on the number of the chunk, so
 // the sum for a file depends on the order of its chunks, but not on the order
 // in which they are added.
@@ -1387,17 +1058,16 @@ uint64_t CountChunks(uint64_t file_size, uint64_t chunk_size) {
 void WaitForDisk(Session& session, Clock::time_point& alive_at) {
   Clock::time_point now = Clock::now();
   session.net.last_completion = now;
-  if (now - alive_at < kAlivePeriod || !session.outbox.AllSent()) return;
+  if (now - alive_at < kAlivePeriod || session.unsent > 0) return;
   alive_at = now;
-  AppMessageBase alive = {AppMessageType::kAlive};
-  session.Send(&alive, sizeof(alive));
+  session.Send(AppMessageBase{AppMessageType::kAlive});
 }
 
 // Tells the other side why we give up.
 void SendError(Session& session, const std::string& text) {
   AppErrorMessage error = {{AppMessageType::kError}, ""};
   snprintf(error.text, sizeof(error.text), "%s", text.c_str());
-  session.Send(&error, sizeof(error));
+  session.Send(error);
 }
 
 // Sends the numbers of chunks or of slots, and clears them. While an earlier
@@ -1405,10 +1075,10 @@ void SendError(Session& session, const std::string& text) {
 // are, they don't use up the other side's RECVs.
 void SendNumbers(Session& session, AppMessageType type,
                  std::vector<uint32_t>& numbers) {
-  if (numbers.empty() || !session.outbox.AllSent()) return;
-  AppMessageBase base = {type};
-  session.Send(&base, sizeof(base), numbers.data(),
-               numbers.size() * sizeof(uint32_t));
+  if (numbers.empty() || session.unsent > 0) return;
+  session.Send(AppMessageBase{type},
+               {reinterpret_cast<const char*>(numbers.data()),
+                numbers.size() * sizeof(uint32_t)});
   numbers.clear();
 }
 
@@ -1423,32 +1093,6 @@ std::string DescribeRate(uint64_t bytes, double seconds) {
            1e-6 * static_cast<double>(bytes), seconds,
            8e-9 * static_cast<double>(bytes) / seconds);
   return text;
-}
-
-// ---------------------------------------------------------------------------
-// Server
-// ---------------------------------------------------------------------------
-
-// Prints which interface the server uses, and how to reach it.
-void PrintClientCommand(const char* program, const Network& net) {
-  printf("%s\n", Describe(net.domain->info).c_str());
-  printf("Run the client with the following command:\n  %s%s %s FILE\n",
-         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
-}
-
-// Prints a line about a client. The number says which one. On a terminal, a
-// line that shows progress is replaced by the next line about the same client.
-void PrintLine(FILE* file, size_t number, const std::string& text,
-               bool progress = false) {
-  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
-  if (open_line != 0) {
-    printf(open_line == number ? "\r\033[K" : "\n");
-    fflush(stdout);
-  }
-  progress &= isatty(fileno(file)) == 1;
-  open_line = progress ? number : 0;
-  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
-  fflush(file);
 }
 
 // A client, and the file that it wants to put here.
@@ -1469,9 +1113,10 @@ struct PutRequestState {
     Task save;
   };
 
-  Buffer buf;  // all slots, one after the other
+  size_t number;              // of the client; begins each line about it
+  std::string directory;      // for the file
+  std::optional<Buffer> buf;  // all slots, one after the other
   Session session;
-  size_t number;  // of the client; begins each line about it
   State state = State::kWaitPut;
   TargetFile file;
   uint64_t file_size = 0;   // bytes
@@ -1485,31 +1130,35 @@ struct PutRequestState {
   Task finish;
   Clock::time_point started_at;
   Clock::time_point alive_at;
+  bool done = false;  // the client has said BYE or ERROR
 
   // Opens the session. Throws if that fails.
   PutRequestState(Domain& domain, size_t client_number,
-                  const AppConnectMessage& connect)
-      : number(client_number) {
-    session.Open(domain);
-    session.Accept(connect, {});
-    PrintLine(
-        stdout, number,
-        "Received CONNECT message from client " + ToHex(connect.GetAddress()));
+                  const Address& client_addr, const std::string& target)
+      : number(client_number), directory(target), session(domain) {
+    session.Accept(client_addr);
+    PrintLine(stdout, number,
+              "Received CONNECT message from client " + ToHex(client_addr));
     alive_at = Clock::now();
+    session.net.on_imm_data = [this](uint32_t imm_data) {
+      Try([&] { SaveChunk(imm_data - 1); });
+    };
   }
 
   // Does what can be done for the client now. Returns the number of
   // completions. Throws if the client has gone.
   size_t Poll() {
-    size_t completions = session.Poll();
-    Message message;
-    while (session.Take(message)) {
-      Try([&] { HandleMessage(message); });
+    size_t completions = session.net.PollCompletion();
+    while (!done) {
+      std::optional<Message> message = session.Take();
+      if (!message) break;
+      done = TypeOf(*message) == AppMessageType::kBye;
+      if (!done) Try([&] { HandleMessage(*message); });
     }
-    if (session.done && state != State::kSaved && state != State::kGivenUp) {
+    if (done && state != State::kSaved && state != State::kGivenUp) {
       throw std::runtime_error("the client has left before its file was saved");
     }
-    if (session.done) return completions;
+    if (done) return completions;
     Try([this] {
       if (state == State::kGivenUp) return;
       ContinueSave();
@@ -1554,23 +1203,20 @@ struct PutRequestState {
     if (type == AppMessageType::kAlive || state == State::kGivenUp) return;
     if (state == State::kWaitPut) return HandlePut(message);
     if (type == AppMessageType::kChunk) return HandleChunk(message);
-    AppEndMessage msg;
-    ReadMessage(message, AppMessageType::kEnd, &msg, sizeof(msg));
-    end = msg;
+    end = ReadMessage<AppEndMessage>(message, AppMessageType::kEnd);
   }
 
   // A client that gives up ends with an ERROR instead of a BYE.
   void HandleError(const Message& message) {
-    session.done = true;
+    done = true;
     if (state == State::kGivenUp) return;
     GiveUp("the client gives up: " + ReadReason(message));
   }
 
   // Creates the file, and lends the client its slots.
   void HandlePut(const Message& message) {
-    AppPutMessage put;
-    ReadMessage(message, AppMessageType::kPut, &put, sizeof(put));
-    const struct fi_info* info = session.net.domain->info;
+    auto put = ReadMessage<AppPutMessage>(message, AppMessageType::kPut);
+    const struct fi_info* info = session.domain.info.get();
     std::string name(put.name, strnlen(put.name, sizeof(put.name)));
     file_size = put.file_size;
     chunk_size = std::min(kChunkSize, info->ep_attr->max_msg_size);
@@ -1582,13 +1228,12 @@ struct PutRequestState {
     if (std::string wrong = CheckName(name); !wrong.empty()) {
       throw std::runtime_error(wrong);
     }
-    file.Create(name);
+    file.Create(directory, name);
 
     // A small file does not need all that the client would like to have.
     slots.resize(std::clamp<uint64_t>(num_chunks, 1, put.num_slots));
-    buf.Alloc(slots.size() * chunk_size);
-    session.net.domain->RegisterMemory(buf, FI_REMOTE_WRITE);
-    for (size_t i = 0; i < slots.size(); ++i) Lend(i, i);
+    for (size_t i = 0; i < slots.size(); ++i) slots[i].chunk = i;
+    buf.emplace(session.domain, slots.size() * chunk_size, FI_REMOTE_WRITE);
 
     AppReadyMessage ready = {};
     ready.base.type = AppMessageType::kReady;
@@ -1597,9 +1242,9 @@ struct PutRequestState {
     // A place in a region is named by its address or, if the provider does
     // without FI_MR_VIRT_ADDR, by its distance from the start.
     bool virt_addr = info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
-    ready.slots = {virt_addr ? reinterpret_cast<uint64_t>(buf.data) : 0,
-                   buf.size, fi_mr_key(buf.mr)};
-    session.Send(&ready, sizeof(ready));
+    ready.slots = {virt_addr ? reinterpret_cast<uint64_t>(buf->data.get()) : 0,
+                   buf->size, fi_mr_key(buf->mr)};
+    session.Send(ready);
     PrintLine(stdout, number,
               "Receiving " + name + ": " + std::to_string(file_size) +
                   " bytes into " + std::to_string(slots.size()) + " slots of " +
@@ -1608,35 +1253,29 @@ struct PutRequestState {
     state = State::kReceive;
   }
 
-  // Lends a slot for a chunk. The immediate data of its WRITE is the number of
-  // the chunk plus 1, because 0 would be none.
-  void Lend(size_t slot, uint64_t chunk) {
-    slots[slot].chunk = chunk;
-    auto arrived = [this, slot](const RdmaOp&) {
-      Try([this, slot] { SaveChunk(slot); });
-    };
-    session.net.AddRemoteWrite(static_cast<uint32_t>(chunk + 1), arrived);
-  }
-
   // Does the work of immediate data, for clients that send none.
   void HandleChunk(const Message& message) {
     for (uint32_t chunk : ReadNumbers(message, AppMessageType::kChunk)) {
       if (chunk >= num_chunks) throw BadMessage("a chunk beyond the end");
-      session.net.CompleteRemoteWrite(chunk + 1);
+      SaveChunk(chunk);
     }
   }
 
-  // Begins to save a chunk that has arrived in its slot.
-  void SaveChunk(size_t slot) {
-    if (state != State::kReceive) return;
-    Slot& s = slots[slot];
-    s.save = Start([this, slot, &s] {
+  // Begins to save a chunk that has arrived in its slot. Its number came as
+  // immediate data (plus 1, because 0 would be none), so a client may have made
+  // it up: a chunk for which no slot is lent is ignored.
+  void SaveChunk(uint64_t chunk) {
+    if (state != State::kReceive || chunk >= num_chunks) return;
+    size_t i = chunk % slots.size();
+    Slot& slot = slots[i];
+    if (slot.chunk != chunk || slot.save.valid()) return;
+    slot.save = Start([this, i, &slot] {
       SlowDown();
-      const uint8_t* data = buf.data + slot * chunk_size;
-      size_t size = BytesOf(s.chunk, chunk_size, file_size);
-      file.Write(data, size, s.chunk * chunk_size);
+      const uint8_t* data = &buf->data[i * chunk_size];
+      size_t size = BytesOf(slot.chunk, chunk_size, file_size);
+      file.Write(data, size, slot.chunk * chunk_size);
       // Afterwards, so that it reveals a WRITE that came while we wrote.
-      s.checksum = Checksum(s.chunk, data, size);
+      slot.checksum = Checksum(slot.chunk, data, size);
     });
   }
 
@@ -1647,9 +1286,8 @@ struct PutRequestState {
       slots[i].save.get();
       checksum += slots[i].checksum;
       ++saved_chunks;
-      uint64_t next = slots[i].chunk + slots.size();
-      if (next >= num_chunks) continue;
-      Lend(i, next);
+      slots[i].chunk += slots.size();
+      if (slots[i].chunk >= num_chunks) continue;
       credits.push_back(static_cast<uint32_t>(i));
     }
   }
@@ -1665,8 +1303,7 @@ struct PutRequestState {
     }
     if (state != State::kFinish || !Ended(finish)) return;
     finish.get();
-    AppMessageBase saved = {AppMessageType::kSaved};
-    session.Send(&saved, sizeof(saved));
+    session.Send(AppMessageBase{AppMessageType::kSaved});
     file.keep = true;
     PrintLine(stdout, number,
               "Saved " + file.name + ": " +
@@ -1675,54 +1312,49 @@ struct PutRequestState {
   }
 };
 
-int ServerMain(const char* program) {
-  Domain domain;
-  Inbox inbox;
-  Network net;
+int ServerMain(const char* program, const std::string& directory) {
+  Domain domain(GetInfo(kCaps));
+  Session listener(domain);
   std::list<PutRequestState> clients;
   std::list<PutRequestState> leaving;  // whose chunks are still being saved
   // Without this, a file that exceeds a size limit would kill the server.
   signal(SIGXFSZ, SIG_IGN);
-  domain.Open(GetInfo(kCaps));
-  net.Open(domain);
-  inbox.Open(net);
-  PrintClientCommand(program, net);
+  PrintClientCommand(program, listener.net);
 
-  std::deque<AppConnectMessage> waiting;  // for whom there is no room yet
-  size_t num_clients = 0;                 // so far
+  size_t num_clients = 0;  // so far
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
     size_t completions = 0;
     bool busy = false;
-    // Looking at a quiet endpoint costs a system call or more, so the clients
-    // that are served should not have to wait for that too often.
-    if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
-      listened_at = Clock::now();
-      try {
-        completions += net.PollCompletion();
-        Message message;
-        while (waiting.size() < kMaxWaiting && inbox.Take(net, message)) {
-          waiting.push_back(ReadConnect(message, AppMessageType::kConnect));
-        }
-        // One at a time: opening an endpoint takes some providers 50 ms.
-        if (clients.size() + leaving.size() < kMaxClients && !waiting.empty()) {
-          AppConnectMessage connect = waiting.front();
-          waiting.pop_front();
-          clients.emplace_back(domain, num_clients + 1, connect);
-          ++num_clients;
-        }
-      } catch (const std::exception& e) {
-        // A bad message must not end the server.
-        fprintf(stderr, "error: %s\n", e.what());
+    try {
+      // Looking at a quiet endpoint costs a system call or more, so the clients
+      // that are served should not have to wait for that too often.
+      if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
+        listened_at = Clock::now();
+        completions += listener.net.PollCompletion();
       }
+      // One at a time: opening an endpoint takes some providers 50 ms. A client
+      // for whom there is no room waits in a RECV of the listener.
+      std::optional<Message> message;
+      if (clients.size() + leaving.size() < kMaxClients)
+        message = listener.Take();
+      if (message) {
+        clients.emplace_back(domain, num_clients + 1,
+                             ReadAddress(*message, AppMessageType::kConnect),
+                             directory);
+        ++num_clients;
+      }
+    } catch (const std::exception& e) {
+      // A bad message must not end the server.
+      fprintf(stderr, "error: %s\n", e.what());
     }
     for (auto it = clients.begin(); it != clients.end();) {
       auto client = it++;
       try {
         completions += client->Poll();
         busy |= client->Busy();
-        if (!client->session.done) continue;
+        if (!client->done) continue;
         PrintLine(stdout, client->number, "Done.");
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
@@ -1740,10 +1372,6 @@ int ServerMain(const char* program) {
   }
   return 0;
 }
-
-// ---------------------------------------------------------------------------
-// Client
-// ---------------------------------------------------------------------------
 
 // Shows how far a transfer is: a bar on a terminal, otherwise a line now and
 // then.
@@ -1769,7 +1397,7 @@ struct ProgressBar {
            bar.c_str(), 100 * share, 1e-6 * static_cast<double>(all_bytes),
            8e-9 * static_cast<double>(bytes) / seconds);
     if (bytes == all_bytes) {
-      printf(", waiting for the disk");
+      printf(", waiting for the server");
     } else if (bytes > 0) {
       printf(", %.0f s left", seconds * (1 - share) / share);
     }
@@ -1797,7 +1425,7 @@ struct PutClient {
   };
 
   SourceFile file;
-  Buffer buf;  // all slots, one after the other
+  std::optional<Buffer> buf;  // all slots, one after the other
   Session session;
   AppPutMessage put = {};
   AppReadyMessage ready = {};
@@ -1814,8 +1442,8 @@ struct PutClient {
   Clock::time_point alive_at;
   ProgressBar bar;
 
-  void Open(Domain& domain) {
-    session.Open(domain);
+  PutClient(Domain& domain, const std::string& path)
+      : file(path), session(domain) {
     // Some providers have no immediate data. With tcp;ofi_rxm (libfabric 1.17
     // and 2.6), a server crashes if it closes an endpoint while a WRITE with
     // immediate data is arriving. NO_IMMEDIATE_DATA is for tests.
@@ -1831,10 +1459,10 @@ struct PutClient {
     put.num_slots = static_cast<uint32_t>(num_slots);
     put.file_size = file.Size();
     snprintf(put.name, sizeof(put.name), "%s", name.c_str());
-    session.Send(&put, sizeof(put));
+    session.Send(put);
     started_at = alive_at = Clock::now();
     try {
-      session.WaitUntil("sending the file", [this] { return Continue(); });
+      session.net.WaitUntil("sending the file", [this] { return Continue(); });
     } catch (const std::exception& e) {
       GiveUp(e.what());
       throw;
@@ -1864,28 +1492,29 @@ struct PutClient {
     Clock::time_point end = Clock::now() + kGiveUpLimit;
     try {
       SendError(session, reason);
-      while (!session.outbox.AllSent() && Clock::now() < end) session.Poll();
+      while (session.unsent > 0 && Clock::now() < end) {
+        session.net.PollCompletion();
+      }
     } catch (const std::exception&) {
       // Ignored, because the error to report is the one that made us give up.
     }
   }
 
   void HandleMessages() {
-    Message message;
-    while (session.Take(message)) {
-      switch (TypeOf(message)) {
+    while (std::optional<Message> message = session.Take()) {
+      switch (TypeOf(*message)) {
         case AppMessageType::kReady:
-          HandleReady(message);
+          HandleReady(*message);
           break;
         case AppMessageType::kCredit:
-          HandleCredit(message);
+          HandleCredit(*message);
           break;
         case AppMessageType::kSaved:
           if (!end_sent) throw BadMessage("SAVED before the end");
           saved = true;
           break;
         case AppMessageType::kError:
-          throw std::runtime_error("the server says: " + ReadReason(message));
+          throw std::runtime_error("the server says: " + ReadReason(*message));
         case AppMessageType::kAlive:
           break;
         default:
@@ -1897,15 +1526,14 @@ struct PutClient {
   // Begins to fill the slots.
   void HandleReady(const Message& message) {
     if (!slots.empty()) throw BadMessage("a second READY");
-    ReadMessage(message, AppMessageType::kReady, &ready, sizeof(ready));
+    ready = ReadMessage<AppReadyMessage>(message, AppMessageType::kReady);
     if (ready.num_slots == 0 || ready.num_slots > put.num_slots ||
         ready.chunk_size == 0 || ready.chunk_size > kChunkSize ||
         ready.slots.size < ready.num_slots * ready.chunk_size) {
       throw BadMessage("its numbers do not fit together");
     }
     num_chunks = CountChunks(put.file_size, ready.chunk_size);
-    buf.Alloc(ready.num_slots * ready.chunk_size);
-    session.net.domain->RegisterMemory(buf, FI_WRITE);
+    buf.emplace(session.domain, ready.num_slots * ready.chunk_size, FI_WRITE);
     slots.resize(ready.num_slots);
     for (size_t i = 0; i < slots.size(); ++i) {
       slots[i].chunk = i;
@@ -1918,7 +1546,7 @@ struct PutClient {
     Slot& slot = slots[i];
     if (slot.chunk >= num_chunks) return;
     slot.read = Start([this, i, &slot] {
-      uint8_t* data = buf.data + i * ready.chunk_size;
+      uint8_t* data = &buf->data[i * ready.chunk_size];
       size_t size = BytesOf(slot.chunk, ready.chunk_size, put.file_size);
       file.Read(data, size, slot.chunk * ready.chunk_size);
       slot.checksum = Checksum(slot.chunk, data, size);
@@ -1937,19 +1565,21 @@ struct PutClient {
     if (!slot.full || !slot.credit) return;
     slot.full = false;
     slot.credit = false;
-    RdmaWriteOp write = {
-        .buf = &buf,
-        .offset = i * ready.chunk_size,
+    session.net.Post({
+        .type = RdmaOpType::kWrite,
+        .peer = session.peer,
+        .buf = &*buf,
         .len = BytesOf(slot.chunk, ready.chunk_size, put.file_size),
-        .dest_ptr = ready.slots.addr + i * ready.chunk_size,
-        .dest_key = ready.slots.rkey,
+        .offset = i * ready.chunk_size,
+        .remote_addr = ready.slots.addr + i * ready.chunk_size,
+        .remote_key = ready.slots.rkey,
         .imm_data = imm_data ? static_cast<uint32_t>(slot.chunk + 1) : 0,
-    };
-    auto written = [this, i](const RdmaOp& op) {
-      op.Check();
-      HandleWriteCompletion(i, op.len);
-    };
-    session.net.PostWrite(session.peer, write, written);
+        .callback =
+            [this, i](const RdmaOp& op) {
+              op.Check();
+              HandleWriteCompletion(i, op.len);
+            },
+    });
   }
 
   void HandleWriteCompletion(size_t i, size_t len) {
@@ -1974,21 +1604,16 @@ struct PutClient {
   void ContinueEnd() {
     if (slots.empty() || end_sent || read_chunks < num_chunks) return;
     file.CheckUnchanged();
-    AppEndMessage end = {{AppMessageType::kEnd}, checksum};
-    session.Send(&end, sizeof(end));
+    session.Send(AppEndMessage{{AppMessageType::kEnd}, checksum});
     end_sent = true;
   }
 };
 
 int ClientMain(const Address& server_addr, const std::string& path,
                size_t num_slots) {
-  Domain domain;
-  PutClient client;
-  client.file.Open(path);
-  domain.Open(GetInfo(kCaps));
-  client.Open(domain);
-  printf("%s\n", Describe(domain.info).c_str());
-  client.session.Connect(server_addr, {});
+  Domain domain(GetInfo(kCaps));
+  PutClient client(domain, path);
+  client.session.Connect(server_addr);
   std::string name = std::filesystem::path(path).filename();
   client.Put(name, num_slots);
   printf("Sent %s: %s\n", name.c_str(),
@@ -2004,32 +1629,25 @@ int ClientMain(const Address& server_addr, const std::string& path,
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  struct fi_info* list = GetInfo(kCaps);
+  Info list = GetInfo(kCaps);
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list; info != nullptr; info = info->next) {
+  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
-  fi_freeinfo(list);
   return 0;
 }
 
-void PrintUsage(FILE* file, const char* program) {
-  fprintf(file,
-          "Usage:\n"
-          "  %s\n"
-          "      Run the server. It saves files where it was started.\n"
-          "  %s ADDRESS FILE [SLOTS]\n"
-          "      Send it a file, with up to SLOTS chunks on their way (8).\n"
-          "  %s --list\n"
-          "      List the interfaces found, the one it uses first.\n"
-          "  %s --help\n"
-          "      Print this.\n"
-          "ADDRESS is what the server prints. FI_PROVIDER chooses the "
-          "provider.\n",
-          program, program, program, program);
-}
+constexpr const char* kUsage =
+    "Usage:\n"
+    "  9_file [DIRECTORY]\n"
+    "      Run the server. It saves files in DIRECTORY (.).\n"
+    "  9_file ADDRESS FILE [SLOTS]\n"
+    "      Send it a file, with up to SLOTS chunks on their way (8).\n"
+    "  9_file --list\n"
+    "      List the interfaces found, the one it uses first.\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
 
 // Reads a number of at least 1. Throws std::invalid_argument.
 size_t ParseNumber(const char* name, const std::string& text) {
@@ -2045,19 +1663,23 @@ size_t ParseNumber(const char* name, const std::string& text) {
 }
 
 int main(int argc, char** argv) {
-  const char* program = argv[0];
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  InstallSignalHandlers();
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
   try {
-    if (args.empty()) return ServerMain(program);
-    if (args[0] == "--help") {
-      PrintUsage(stdout, program);
-      return 0;
-    }
+    if (args.empty()) return ServerMain(argv[0], ".");
+    if (args[0] == "--help") return printf("%s", kUsage) < 0;
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 3) throw std::invalid_argument("too many arguments");
-    if (args.size() == 1) throw std::invalid_argument("FILE is missing");
+    if (args.size() == 1) {
+      if (!std::filesystem::is_directory(args[0])) {
+        throw std::invalid_argument("\"" + args[0].substr(0, 80) +
+                                    "\" is not a directory, and not ADDRESS "
+                                    "FILE either");
+      }
+      return ServerMain(argv[0], args[0]);
+    }
     size_t num_slots =
         args.size() > 2 ? ParseNumber("SLOTS", args[2]) : kDefaultSlots;
     if (num_slots > kMaxSlots) {
@@ -2066,8 +1688,7 @@ int main(int argc, char** argv) {
     }
     return ClientMain(ParseAddress(args[0]), args[1], num_slots);
   } catch (const std::invalid_argument& e) {
-    fprintf(stderr, "error: %s\n", e.what());
-    PrintUsage(stderr, program);
+    fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());

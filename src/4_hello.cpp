@@ -24,6 +24,7 @@
 #include <list>
 #include <memory>
 #include <new>
+#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -56,8 +57,7 @@ constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
-constexpr auto kContactGrace =
-    1s;  // for a first or last message, despite a signal
+constexpr auto kContactGrace = 1s;   // for a first or last message
 
 // ---------------------------------------------------------------------------
 // Errors, signals, text
@@ -479,6 +479,62 @@ struct Network {
 };
 
 // ---------------------------------------------------------------------------
+// Messages and sessions
+// ---------------------------------------------------------------------------
+
+using Message = std::string;  // any bytes
+
+// An endpoint, and the messages that arrive there.
+struct Session {
+  Domain& domain;
+  std::list<Buffer> bufs;
+  std::vector<Buffer*> idle_recvs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;      // completed RECVs
+  Network net;
+
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), net(open_domain) {
+    for (size_t i = 0; i < kRecvCount; ++i) {
+      idle_recvs.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+    }
+    PostRecvs();
+  }
+
+  // Posts a RECV for each idle buffer, as far as libfabric has room.
+  void PostRecvs() {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    while (!idle_recvs.empty() && net.Post({.type = RdmaOpType::kRecv,
+                                            .buf = idle_recvs.back(),
+                                            .len = idle_recvs.back()->size,
+                                            .callback = arrived})) {
+      idle_recvs.pop_back();
+    }
+  }
+
+  // Posts what has to wait, and polls. Returns the number of completions.
+  size_t Poll() {
+    PostRecvs();
+    return net.PollCompletion();
+  }
+
+  // Takes out the next message, if there is one. Throws if its RECV has failed,
+  // because the message was too long, for example.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    Message message;
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
+    }
+    idle_recvs.push_back(recv.buf);
+    recv.Check();
+    return message;
+  }
+};
+
+// ---------------------------------------------------------------------------
 // The application
 // ---------------------------------------------------------------------------
 
@@ -490,36 +546,17 @@ void PrintClientCommand(const char* program, const Network& net) {
 
 int ServerMain(const char* program) {
   Domain domain(GetInfo(kCaps));
-  std::list<Buffer> bufs;
-  std::vector<Buffer*> idle_bufs;  // those without a RECV
-  Network net(domain);
-  for (size_t i = 0; i < kRecvCount; ++i) {
-    idle_bufs.push_back(
-        &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
-  }
-  auto received = [&idle_bufs](const RdmaOp& op) {
-    idle_bufs.push_back(op.buf);
-    op.Check();
-    std::string text(op.buf->data.get(), op.buf->data.get() + op.len);
-    printf("Received %zu bytes: %s\n", op.len, Printable(text).c_str());
-  };
-  // Posts a RECV for each idle buffer, as far as libfabric has room.
-  auto post_recvs = [&] {
-    while (!idle_bufs.empty() && net.Post({.type = RdmaOpType::kRecv,
-                                           .buf = idle_bufs.back(),
-                                           .len = idle_bufs.back()->size,
-                                           .callback = received})) {
-      idle_bufs.pop_back();
-    }
-  };
-  post_recvs();
-  PrintClientCommand(program, net);
+  Session listener(domain);
+  PrintClientCommand(program, listener.net);
 
   while (!g_interrupted) {
     size_t completions = 0;
     try {
-      completions += net.PollCompletion();
-      post_recvs();
+      completions += listener.Poll();
+      while (std::optional<Message> message = listener.Take()) {
+        printf("Received %zu bytes: %s\n", message->size(),
+               Printable(*message).c_str());
+      }
     } catch (const std::exception& e) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());

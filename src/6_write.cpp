@@ -66,7 +66,7 @@ constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
-constexpr auto kContactGrace = 1s;   // for a first message, despite a signal
+constexpr auto kContactGrace = 1s;   // for a first or last message
 constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
 constexpr size_t kMaxClients = 8;    // that are served at a time
 
@@ -643,11 +643,11 @@ Address ReadAddress(const Message& message, AppMessageType type) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // as many as we ever needed at a time
+  std::list<Buffer> bufs;
   std::vector<Buffer*> idle_recvs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;      // completed RECVs
   std::vector<Buffer*> idle_sends;  // those without a message
   std::deque<RdmaOp> unposted;      // SENDs that libfabric had no room for
-  std::deque<RdmaOp> arrivals;      // completed RECVs
   size_t unsent = 0;                // messages whose SEND has not completed
   Network net;
   fi_addr_t peer = FI_ADDR_UNSPEC;
@@ -1013,7 +1013,7 @@ int ServerMain(const char* program) {
         PrintLine(stdout, client->number, "Done.");
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client->number, std::string("error: ") + e.what());
+        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
       }
       clients.erase(client);
     }

@@ -78,7 +78,7 @@ constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
-constexpr auto kContactGrace = 1s;   // for a first message, despite a signal
+constexpr auto kContactGrace = 1s;   // for a first or last message
 constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
 constexpr size_t kMaxClients = 8;    // that are served at a time
 
@@ -677,9 +677,9 @@ Address ReadAddress(const Message& message, AppMessageType type) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // as many as we ever needed at a time
-  std::vector<Buffer*> idle_sends;  // those without a message
+  std::list<Buffer> bufs;
   std::deque<RdmaOp> arrivals;      // completed RECVs
+  std::vector<Buffer*> idle_sends;  // those without a message
   size_t unsent = 0;                // messages whose SEND has not completed
   Network net;
   fi_addr_t peer = FI_ADDR_UNSPEC;
@@ -1358,7 +1358,7 @@ int ServerMain(const char* program, const std::string& directory) {
         PrintLine(stdout, client->number, "Done.");
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client->number, std::string("error: ") + e.what());
+        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
       }
       leaving.splice(leaving.end(), clients, client);
     }

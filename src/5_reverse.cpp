@@ -111,6 +111,11 @@ void HandleSignal(int signum) {
   signal(signum, SIG_DFL);  // a second one ends the process at once
 }
 
+void InstallSignalHandlers() {
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+}
+
 void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
@@ -335,6 +340,9 @@ struct Network {
 
     FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
+    // The shm provider has just put handlers of its own before ours. They take
+    // our memory away at once, and the other side does not survive that.
+    if (!g_interrupted) InstallSignalHandlers();
     FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
     FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
             "fi_ep_bind (completion queue)");
@@ -808,6 +816,17 @@ int ServerMain(const char* program) {
     }
     if (completions == 0) std::this_thread::sleep_for(kIdlePause);
   }
+  // An ACCEPT on its way is a first contact, too: see Session::Connect.
+  Clock::time_point end = Clock::now() + kContactGrace;
+  for (auto& client : clients) {
+    try {
+      while (client.session.unsent > 0 && Clock::now() < end) {
+        client.session.Poll();
+      }
+    } catch (const std::exception&) {
+      // This client has gone.
+    }
+  }
   return 0;
 }
 
@@ -877,8 +896,7 @@ constexpr const char* kUsage =
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
-  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+  InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
     if (args[0] == "--help") return printf("%s", kUsage) < 0;

@@ -495,7 +495,7 @@ using Message = std::string;  // any bytes
 // An endpoint, and the messages that arrive there.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;
+  std::list<Buffer> bufs;           // of all RECVs
   std::vector<Buffer*> idle_recvs;  // those without a RECV
   std::deque<RdmaOp> arrivals;      // completed RECVs
   Network net;

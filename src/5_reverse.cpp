@@ -60,11 +60,12 @@ constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueSize = 128;      // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
-constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
-constexpr auto kContactGrace = 1s;   // for a first or last message
-constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
-constexpr size_t kMaxClients = 8;    // that are served at a time
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
 // ---------------------------------------------------------------------------
 // Errors, signals, text
@@ -567,7 +568,7 @@ Address ReadAddress(const Message& message, AppMessageType type) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;
+  std::list<Buffer> bufs;           // of all RECVs and SENDs
   std::vector<Buffer*> idle_recvs;  // those without a RECV
   std::deque<RdmaOp> arrivals;      // completed RECVs
   std::vector<Buffer*> idle_sends;  // those without a message
@@ -610,7 +611,7 @@ struct Session {
     return net.PollCompletion();
   }
 
-  // Does the same until `done` returns true. See Network::WaitUntil.
+  // Posts and polls until `done` returns true. See Network::WaitUntil.
   void WaitUntil(const char* what, const std::function<bool()>& done,
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
@@ -705,8 +706,8 @@ struct Session {
     peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
   }
 
-  // Client: tells the server that we want nothing more, so that it has not to
-  // wait for our silence. If the message does not get through, it will.
+  // Client: tells the server that we want nothing more, which spares it waiting
+  // for our silence. If the message gets lost, the server waits.
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
@@ -755,6 +756,8 @@ struct ReverseRequestState {
   size_t Poll() {
     size_t completions = session.Poll();
     while (std::optional<Message> message = session.Take()) {
+      // Our answer to a client that had this address before.
+      if (TypeOf(*message) == AppMessageType::kAccept) continue;
       done = TypeOf(*message) == AppMessageType::kBye;
       if (done) return completions;
       HandleRequest(*message);
@@ -784,18 +787,22 @@ int ServerMain(const char* program) {
   std::list<ReverseRequestState> clients;
   PrintClientCommand(program, listener.net);
 
-  size_t num_clients = 0;  // so far
+  std::deque<Address> waiting;  // clients for whom there is no room yet
+  size_t num_clients = 0;       // so far
   while (!g_interrupted) {
     size_t completions = 0;
     try {
       completions += listener.Poll();
-      // One at a time: opening an endpoint takes some providers 50 ms. A client
-      // for whom there is no room waits in a RECV of the listener.
-      std::optional<Message> message;
-      if (clients.size() < kMaxClients) message = listener.Take();
-      if (message) {
-        clients.emplace_back(domain, num_clients + 1,
-                             ReadAddress(*message, AppMessageType::kConnect));
+      while (waiting.size() < kMaxWaiting) {
+        std::optional<Message> message = listener.Take();
+        if (!message) break;
+        waiting.push_back(ReadAddress(*message, AppMessageType::kConnect));
+      }
+      // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
+      if (clients.size() < kMaxClients && !waiting.empty()) {
+        Address client_addr = waiting.front();
+        waiting.pop_front();
+        clients.emplace_back(domain, num_clients + 1, client_addr);
         ++num_clients;
       }
     } catch (const std::exception& e) {

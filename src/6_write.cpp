@@ -64,11 +64,12 @@ constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueSize = 128;      // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
-constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
-constexpr auto kContactGrace = 1s;   // for a first or last message
-constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
-constexpr size_t kMaxClients = 8;    // that are served at a time
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
 constexpr size_t kMaxPageSize = 16 << 20;     // bytes
 constexpr size_t kMaxTransfer = 64 << 20;     // bytes, all pages of a client
@@ -238,7 +239,7 @@ struct Domain {
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> domain;
   uint64_t next_key = 1;
-  // Complete a WRITE only when the data is in the peer's memory.
+  // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   // Opens the first interface of a list.
@@ -246,7 +247,8 @@ struct Domain {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
-    // A provider would answer -FI_EAGAIN for ever to what it cannot do.
+    // A provider without immediate data would answer -FI_EAGAIN for ever to the
+    // last WRITE.
     if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {
       throw std::runtime_error(std::string(info->fabric_attr->prov_name) +
                                " has no immediate data; try another provider");
@@ -348,7 +350,7 @@ struct RdmaOp {
   size_t offset = 0;         // of a WRITE, in buf
   uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
   uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
-  uint32_t imm_data = 0;     // of a WRITE; 0: none; 4 bytes is all efa has
+  uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
 
@@ -378,8 +380,8 @@ struct Network {
   Address addr;  // our own
   // When anything but a SEND has last completed.
   Clock::time_point last_completion = Clock::now();
-  // Called when a WRITE from the other side has arrived that brought immediate
-  // data, and told that data. No operation of ours has to do with it.
+  // Called with the immediate data of a WRITE from the other side, once that
+  // WRITE has arrived. It belongs to no operation of ours.
   std::function<void(uint32_t)> on_imm_data;
   Owned<struct fid_av> av;
   Owned<struct fid_cq> cq;
@@ -651,7 +653,7 @@ Address ReadAddress(const Message& message, AppMessageType type) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;
+  std::list<Buffer> bufs;           // of all RECVs
   std::vector<Buffer*> idle_recvs;  // those without a RECV
   std::deque<RdmaOp> arrivals;      // completed RECVs
   std::vector<Buffer*> idle_sends;  // those without a message
@@ -694,7 +696,7 @@ struct Session {
     return net.PollCompletion();
   }
 
-  // Does the same until `done` returns true. See Network::WaitUntil.
+  // Posts and polls until `done` returns true. See Network::WaitUntil.
   void WaitUntil(const char* what, const std::function<bool()>& done,
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
@@ -789,8 +791,8 @@ struct Session {
     peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
   }
 
-  // Client: tells the server that we want nothing more, so that it has not to
-  // wait for our silence. If the message does not get through, it will.
+  // Client: tells the server that we want nothing more, which spares it waiting
+  // for our silence. If the message gets lost, the server waits.
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
@@ -872,6 +874,8 @@ struct RandomFillRequestState {
   size_t Poll() {
     size_t completions = session.Poll();
     while (std::optional<Message> message = session.Take()) {
+      // Our answer to a client that had this address before.
+      if (TypeOf(*message) == AppMessageType::kAccept) continue;
       done = TypeOf(*message) == AppMessageType::kBye;
       if (done) HandleBye();
       if (done) return completions;
@@ -995,18 +999,22 @@ int ServerMain(const char* program) {
   std::list<RandomFillRequestState> clients;
   PrintClientCommand(program, listener.net);
 
-  size_t num_clients = 0;  // so far
+  std::deque<Address> waiting;  // clients for whom there is no room yet
+  size_t num_clients = 0;       // so far
   while (!g_interrupted) {
     size_t completions = 0;
     try {
       completions += listener.Poll();
-      // One at a time: opening an endpoint takes some providers 50 ms. A client
-      // for whom there is no room waits in a RECV of the listener.
-      std::optional<Message> message;
-      if (clients.size() < kMaxClients) message = listener.Take();
-      if (message) {
-        clients.emplace_back(domain, num_clients + 1,
-                             ReadAddress(*message, AppMessageType::kConnect));
+      while (waiting.size() < kMaxWaiting) {
+        std::optional<Message> message = listener.Take();
+        if (!message) break;
+        waiting.push_back(ReadAddress(*message, AppMessageType::kConnect));
+      }
+      // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
+      if (clients.size() < kMaxClients && !waiting.empty()) {
+        Address client_addr = waiting.front();
+        waiting.pop_front();
+        clients.emplace_back(domain, num_clients + 1, client_addr);
         ++num_clients;
       }
     } catch (const std::exception& e) {

@@ -68,13 +68,14 @@ constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
-constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
-constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
-constexpr auto kContactGrace = 1s;   // for a first or last message
-constexpr auto kDrainLimit = 1s;     // that we wait for what is in flight
-constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
-constexpr size_t kMaxClients = 8;    // that are served at a time
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kDrainLimit = 1s;      // that we wait for what is in flight
+constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
 constexpr size_t kPoolSize = 256 << 20;       // bytes that the server lends
 constexpr size_t kPieceAlign = 64;            // bytes: a line of the cache
@@ -279,7 +280,7 @@ struct Domain {
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> domain;
   uint64_t next_key = 1;
-  // Complete a WRITE only when the data is in the peer's memory.
+  // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   // Opens the first interface of a list.
@@ -693,7 +694,7 @@ Address ReadAddress(const Message& message, AppMessageType type) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;
+  std::list<Buffer> bufs;           // of all RECVs and SENDs
   std::deque<RdmaOp> arrivals;      // completed RECVs
   std::vector<Buffer*> idle_sends;  // those without a message
   size_t unsent = 0;                // messages whose SEND has not completed
@@ -798,8 +799,8 @@ struct Session {
     peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
   }
 
-  // Client: tells the server that we want nothing more, so that it has not to
-  // wait for our silence. If the message does not get through, it will.
+  // Client: tells the server that we want nothing more, which spares it waiting
+  // for our silence. If the message gets lost, the server waits.
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
@@ -1000,6 +1001,8 @@ struct MallocRequestState {
     while (session.unsent == 0) {
       std::optional<Message> message = session.Take();
       if (!message) break;
+      // Our answer to a client that had this address before.
+      if (TypeOf(*message) == AppMessageType::kAccept) continue;
       done = TypeOf(*message) == AppMessageType::kBye;
       if (done) return completions;
       HandleRequest(*message);
@@ -1081,7 +1084,8 @@ int ServerMain(const char* program) {
   std::list<MallocRequestState> clients;
   PrintClientCommand(program, listener.net);
 
-  size_t num_clients = 0;  // so far
+  std::deque<Address> waiting;  // clients for whom there is no room yet
+  size_t num_clients = 0;       // so far
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
@@ -1093,14 +1097,16 @@ int ServerMain(const char* program) {
         listened_at = Clock::now();
         completions += listener.net.PollCompletion();
       }
-      // One at a time: opening an endpoint takes some providers 50 ms. A client
-      // for whom there is no room waits in a RECV of the listener.
-      std::optional<Message> message;
-      if (clients.size() < kMaxClients) message = listener.Take();
-      if (message) {
-        clients.emplace_back(domain, num_clients + 1,
-                             ReadAddress(*message, AppMessageType::kConnect),
-                             pool);
+      while (waiting.size() < kMaxWaiting) {
+        std::optional<Message> message = listener.Take();
+        if (!message) break;
+        waiting.push_back(ReadAddress(*message, AppMessageType::kConnect));
+      }
+      // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
+      if (clients.size() < kMaxClients && !waiting.empty()) {
+        Address client_addr = waiting.front();
+        waiting.pop_front();
+        clients.emplace_back(domain, num_clients + 1, client_addr, pool);
         ++num_clients;
       }
     } catch (const std::exception& e) {

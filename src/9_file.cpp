@@ -75,12 +75,13 @@ constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
-constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
-constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
-constexpr auto kContactGrace = 1s;   // for a first or last message
-constexpr auto kAcceptLimit = 60s;   // that a client waits to be served
-constexpr size_t kMaxClients = 8;    // that are served at a time
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
 constexpr size_t kChunkSize = 1 << 20;    // bytes of the file in a WRITE
 constexpr size_t kDefaultSlots = 8;       // that a client asks for
@@ -274,7 +275,7 @@ struct Domain {
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> domain;
   uint64_t next_key = 1;
-  // Complete a WRITE only when the data is in the peer's memory.
+  // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   // Opens the first interface of a list.
@@ -356,7 +357,7 @@ struct RdmaOp {
   size_t offset = 0;         // of a WRITE, in buf
   uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
   uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
-  uint32_t imm_data = 0;     // of a WRITE; 0: none; 4 bytes is all efa has
+  uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
 
@@ -388,8 +389,8 @@ struct Network {
   Address addr;  // our own
   // When anything but a SEND has last completed.
   Clock::time_point last_completion = Clock::now();
-  // Called when a WRITE from the other side has arrived that brought immediate
-  // data, and told that data. No operation of ours has to do with it.
+  // Called with the immediate data of a WRITE from the other side, once that
+  // WRITE has arrived. It belongs to no operation of ours.
   std::function<void(uint32_t)> on_imm_data;
   Owned<struct fid_av> av;
   Owned<struct fid_cq> cq;
@@ -624,7 +625,7 @@ enum class AppMessageType : uint32_t {
   kEnd = 8,     // client: that was all; does the checksum agree?
   kSaved = 9,   // server: the file is safe on disk
   kError = 10,  // either side: I give up, for this reason
-  kAlive = 11,  // either side: my disk is at work
+  kAlive = 11,  // either side: my disk is busy
 };
 
 // The beginning of each message.
@@ -685,7 +686,7 @@ Address ReadAddress(const Message& message, AppMessageType type) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;
+  std::list<Buffer> bufs;           // of all RECVs and SENDs
   std::deque<RdmaOp> arrivals;      // completed RECVs
   std::vector<Buffer*> idle_sends;  // those without a message
   size_t unsent = 0;                // messages whose SEND has not completed
@@ -790,8 +791,8 @@ struct Session {
     peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
   }
 
-  // Client: tells the server that we want nothing more, so that it has not to
-  // wait for our silence. If the message does not get through, it will.
+  // Client: tells the server that we want nothing more, which spares it waiting
+  // for our silence. If the message gets lost, the server waits.
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
@@ -1160,6 +1161,8 @@ struct PutRequestState {
     while (!done) {
       std::optional<Message> message = session.Take();
       if (!message) break;
+      // Our answer to a client that had this address before.
+      if (TypeOf(*message) == AppMessageType::kAccept) continue;
       done = TypeOf(*message) == AppMessageType::kBye;
       if (!done) Try([&] { HandleMessage(*message); });
     }
@@ -1270,8 +1273,8 @@ struct PutRequestState {
   }
 
   // Begins to save a chunk that has arrived in its slot. Its number came as
-  // immediate data (plus 1, because 0 would be none), so a client may have made
-  // it up: a chunk for which no slot is lent is ignored.
+  // immediate data (plus 1, because 0 would be none). A client may send any
+  // number, so a chunk that no slot is lent for is ignored.
   void SaveChunk(uint64_t chunk) {
     if (state != State::kReceive || chunk >= num_chunks) return;
     size_t i = chunk % slots.size();
@@ -1329,7 +1332,8 @@ int ServerMain(const char* program, const std::string& directory) {
   signal(SIGXFSZ, SIG_IGN);
   PrintClientCommand(program, listener.net);
 
-  size_t num_clients = 0;  // so far
+  std::deque<Address> waiting;  // clients for whom there is no room yet
+  size_t num_clients = 0;       // so far
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
@@ -1342,15 +1346,16 @@ int ServerMain(const char* program, const std::string& directory) {
         listened_at = Clock::now();
         completions += listener.net.PollCompletion();
       }
-      // One at a time: opening an endpoint takes some providers 50 ms. A client
-      // for whom there is no room waits in a RECV of the listener.
-      std::optional<Message> message;
-      if (clients.size() + leaving.size() < kMaxClients)
-        message = listener.Take();
-      if (message) {
-        clients.emplace_back(domain, num_clients + 1,
-                             ReadAddress(*message, AppMessageType::kConnect),
-                             directory);
+      while (waiting.size() < kMaxWaiting) {
+        std::optional<Message> message = listener.Take();
+        if (!message) break;
+        waiting.push_back(ReadAddress(*message, AppMessageType::kConnect));
+      }
+      // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
+      if (clients.size() + leaving.size() < kMaxClients && !waiting.empty()) {
+        Address client_addr = waiting.front();
+        waiting.pop_front();
+        clients.emplace_back(domain, num_clients + 1, client_addr, directory);
         ++num_clients;
       }
     } catch (const std::exception& e) {

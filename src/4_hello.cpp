@@ -17,6 +17,7 @@
 #include <sys/uio.h>
 
 #include <algorithm>
+#include <atomic>
 #include <chrono>
 #include <deque>
 #include <exception>
@@ -97,10 +98,10 @@ struct Owned {
 
 // Set by the first signal that asks us to end. All loops look at it, so that
 // everything is closed on the way out.
-volatile sig_atomic_t g_interrupted = 0;
+std::atomic<bool> g_interrupted = false;
 
 void HandleSignal(int signum) {
-  g_interrupted = 1;
+  g_interrupted = true;
   signal(signum, SIG_DFL);  // a second one ends the process at once
 }
 

@@ -13,7 +13,7 @@ def transfer(server, page_size, num_pages, repeat):
     and how long the queue got."""
     already = len(server.process.lines)
     server.check_client(str(page_size), str(num_pages), str(repeat))
-    total = 2 * num_pages * repeat
+    total = num_pages * repeat
     line = server.process.wait_for(rf"^.* {total}/{total}, .*$", 5,
                                    after=already)[0]
     match = re.search(r", EAGAIN=([0-9]+), queued=([0-9]+)$", line)
@@ -34,7 +34,9 @@ def test_no_room(serve, provider):
 
 
 def test_room(serve):
-    """A provider that has room for a few WRITEs: nothing has waited."""
+    """A provider that has room for a few WRITEs: none of them has waited. Each may
+    have passed through the queue, though."""
     server = serve("7_queue", "sockets")
-    assert transfer(server, 4096, 10, 1) == (0, 0)
+    eagain, queued = transfer(server, 4096, 10, 1)
+    assert eagain == 0 and queued <= 1
     server.stop()

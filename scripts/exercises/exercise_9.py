@@ -22,7 +22,7 @@ def test_slow_disk(serve, slots, chunks, expected):
     """Saving a chunk takes much longer than reading one, so each chunk waits, but
     for those that find a slot that is still unused. It counts once, however long
     it waits."""
-    server = serve("9_file", SLOW_DISK_MS="100")
+    server = serve("9_file", SLOW_DISK_MS="300")
     client = server.check_client(str(chunks * CHUNK), str(slots))
     assert waits(client) == expected
     server.stop()

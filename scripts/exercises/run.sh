@@ -10,7 +10,7 @@ cd "$(dirname "$0")/../.."
 exercise=scripts/exercises/exercise_$1.py
 [ -e "$exercise" ] || {
   echo "error: there is no exercise $1; there are:" \
-    "$(ls scripts/exercises/exercise_*.py | tr -dc '0-9\n' | tr '\n' ' ')" >&2
+    "$(ls scripts/exercises/exercise_*.py | tr -dc '0-9\n' | sort -n | xargs)" >&2
   exit 2
 }
 shift

@@ -60,11 +60,35 @@ CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
 CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
 endif
 
+# ---- What is missing ----
+
+# Says yes if the compiler finds a header.
+has_header = $(shell echo '\#include <$(1)>' | \
+  $(CXX) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -E -x c++ - \
+  >/dev/null 2>&1 && echo yes)
+INSTALL := scripts/install-deps.sh installs what is missing
+
+# Programs that need xxHash are left out where it is not installed.
+ifeq ($(call has_header,xxhash.h),)
+LEFT_OUT := $(basename $(notdir $(shell grep -l '<xxhash.h>' src/*.cpp)))
+endif
+NO_XXHASH = $(LEFT_OUT) needs xxHash (the package libxxhash-dev or \
+  xxhash-devel); $(INSTALL)
+NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
+  libfabric-devel); $(INSTALL)
+
 # ---- Building ----
 
 .PHONY: all $(PROGRAMS)
-all: $(PROGRAMS)
+all: $(filter-out $(LEFT_OUT),$(PROGRAMS))
 $(PROGRAMS): %: $(BUILD)/%
+ifneq ($(LEFT_OUT),)
+all:
+	@echo 'not built: $(strip $(NO_XXHASH))' >&2
+
+$(LEFT_OUT:%=$(BUILD)/%): FORCE
+	@$(error $(NO_XXHASH))
+endif
 
 # Programs before 6_write do not use GPUs.
 $(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_CXXFLAGS :=
@@ -75,19 +99,26 @@ $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
 
 # Not programs of the tutorial: the tests use `sender` to send what no program of
-# the tutorial would, `allocator` tries that of 8_malloc, and the benchmark compares
+# the tutorial would, `allocator` and `callbacks` try parts of 8_malloc and 7_queue,
+# `reorder.so` stands in for networks that are not here, and the benchmark compares
 # 7_queue with `bench_loop`.
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
+$(BUILD)/callbacks: scripts/tests/callbacks.cpp src/7_queue.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
-$(BUILD)/sender $(BUILD)/allocator $(BUILD)/bench_loop: $(BUILD)/.flags
+$(BUILD)/sender $(BUILD)/allocator $(BUILD)/callbacks $(BUILD)/bench_loop: \
+  $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
 	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
+$(BUILD)/reorder.so: scripts/tests/reorder.cpp $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \
+	  $< $(LDFLAGS)
 
 # Changes when the options do, so that everything is built again.
 FLAGS := $(CXX) $(CXXFLAGS) $(LDFLAGS) $(LIBFABRIC_CXXFLAGS) \
          $(LIBFABRIC_LIBS) $(CUDA_LIB)
 $(BUILD)/.flags: FORCE
+	@$(if $(call has_header,rdma/fabric.h),,$(error $(NO_LIBFABRIC)))
 	@mkdir -p $(BUILD)
 	@echo '$(FLAGS)' | cmp -s - $@ || echo '$(FLAGS)' >$@
 .PHONY: FORCE
@@ -95,7 +126,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test bench bench-variants bench-file lint figures clean help
+.PHONY: demo test mutants bench bench-variants bench-file lint figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -106,6 +137,13 @@ demo:
 test:
 	@scripts/install-deps.sh build test
 	@scripts/test.sh
+
+# Breaks a rule of the programs at a time: does a test notice? MUTANTS="pause slot"
+mutants:
+	@scripts/install-deps.sh build test
+	@scripts/test.sh --collect-only -q >/dev/null
+	@bash -c '. scripts/common.sh; "$$(python_with pytest xdist)" \
+	  scripts/tests/mutants.py $(MUTANTS)'
 
 # RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench/bench.py.
 bench bench-variants:
@@ -128,7 +166,7 @@ exercise-%:
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
-# Shows what a program adds to the one before it: make diff-7.
+# Shows what a program adds to the one that it is based on: make diff-7.
 diff-%:
 	@scripts/diff.sh $* $(PROGRAMS)
 
@@ -148,10 +186,11 @@ help:
 	@echo 'make 7_queue    build one: $(PROGRAMS)'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
 	@echo 'make test       build and check everything'
+	@echo 'make mutants    break the programs: does a test notice?'
 	@echo 'make bench      measure 7_queue beside what this machine can do'
 	@echo 'make bench-variants  and what each of the things that made it fast does'
 	@echo 'make bench-file measure 9_file beside what this machine can do'
-	@echo 'make diff-7     what 7 adds to the program before it'
+	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'

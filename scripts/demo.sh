@@ -50,20 +50,19 @@ label() {
 }
 
 mkfifo "$dir/server" "$dir/client"
-mkdir "$dir/received"
-path=$(realpath "$program")
-if [ $# -eq 0 ] && [ "$(basename "$program")" = 9_file ]; then
-  head -c 200000000 /dev/urandom >"$dir/demo.bin"
-  set -- "$dir/demo.bin"
+directory=
+if [ "$(basename "$program")" = 9_file ]; then
+  directory=$dir/received
+  mkdir "$directory"
+  [ $# -gt 0 ] || {
+    head -c 200000000 /dev/urandom >"$dir/demo.bin"
+    set -- "$dir/demo.bin"
+  }
 fi
 label server <"$dir/server" &
 label client <"$dir/client" &
 
-# 9_file saves files where it was started.
-(
-  [ "$(basename "$program")" != 9_file ] || cd "$dir/received"
-  exec -a "$program" "$path"
-) >"$dir/server" 2>&1 &
+"$program" ${directory:+"$directory"} >"$dir/server" 2>&1 &
 server=$!
 while [ ! -e "$dir/address" ]; do
   kill -0 "$server" 2>/dev/null || {

@@ -1,24 +1,83 @@
 #!/bin/bash
-# Shows what a program adds to the one before it, coloured and paged on a terminal.
+# Shows what a program adds to the one that it is based on, coloured and paged on a
+# terminal. If its application replaces that of the other, shows what they share
+# first, and then the applications.
 #
 # Usage: scripts/diff.sh NUMBER PROGRAM...    (make diff-7)
 set -euo pipefail
+cd "$(dirname "$0")/.."
+. scripts/common.sh
 
 number=$1
 shift
-before=
-for program in "$@"; do
-  if [ "${program%%_*}" = "$number" ]; then
-    [ -n "$before" ] || {
-      echo "$program is the first program; nothing comes before it"
-      exit 0
-    }
-    # It exits with 1 for files that differ.
-    git diff --no-index --patience "src/$before.cpp" "src/$program.cpp" ||
-      [ $? -eq 1 ]
-    exit
-  fi
-  before=$program
+program=
+for name in "$@"; do
+  [ "${name%%_*}" != "$number" ] || program=$name
 done
-echo "error: no program has the number $number; there are: $*" >&2
-exit 2
+[ -n "$program" ] || {
+  echo "error: no program has the number $number; there are: $*" >&2
+  exit 2
+}
+before=$(parent "$program")
+[ -n "$before" ] || {
+  echo "$program is the first program; nothing comes before it"
+  exit 0
+}
+
+compare() {  # GIT_OPTION...
+  # It exits with 1 for files that differ.
+  git diff --no-index --patience "$@" "src/$before.cpp" "src/$program.cpp" ||
+    [ $? -eq 1 ]
+}
+
+# Prints the number of the line where a program's application begins, which is a
+# dashed rule. Prints nothing if the program has no such section.
+application() {  # PROGRAM
+  local title
+  title=$(grep -n -m 1 -x '// The application' "src/$1.cpp" | cut -d: -f1) || true
+  [ -z "$title" ] || echo $((title - 1))
+}
+
+before_at=$(application "$before")
+program_at=$(application "$program")
+[ -n "$before_at" ] && [ -n "$program_at" ] || {
+  compare
+  exit
+}
+
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+mkdir -p "$dir/shared/src" "$dir/application/src"
+for name in "$before" "$program"; do
+  at=$(application "$name")
+  head -n $((at - 1)) "src/$name.cpp" >"$dir/shared/src/$name.cpp"
+  tail -n +"$at" "src/$name.cpp" >"$dir/application/src/$name.cpp"
+done
+
+# An application that loses most of its lines is another application.
+removed=$(cd "$dir/application" && compare --numstat | cut -f2)
+lines=$(wc -l <"$dir/application/src/$before.cpp")
+[ $((2 * ${removed:-0})) -gt "$lines" ] || {
+  compare
+  exit
+}
+
+both() {
+  echo "==== 1. What $program shares with $before ===="
+  echo
+  (cd "$dir/shared" && compare)
+  echo
+  echo "==== 2. The application of $program, in place of that of $before ===="
+  echo "(It begins at line $program_at of src/$program.cpp, which is line 1 here.)"
+  echo
+  (cd "$dir/application" && compare)
+}
+
+if [ -t 1 ]; then
+  # Tells git to colour what it writes into the file, as if it had started the pager.
+  export GIT_PAGER_IN_USE=1
+  both >"$dir/both"
+  LESS=${LESS-FRX} sh -c "$(git var GIT_PAGER)" <"$dir/both"
+else
+  both
+fi

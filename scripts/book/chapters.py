@@ -11,7 +11,7 @@ import subprocess
 import time
 import urllib.parse
 
-from conftest import make
+from conftest import make, number, numbered, parent
 
 # ---- Pages ----
 
@@ -43,8 +43,6 @@ class Page:
         self.is_chapter = path.startswith("chapters/")
         self.number = number(name) if self.is_chapter else -1
         self.program = name if self.number >= 4 else None
-        earlier = [p for p in programs(root) if number(p) < self.number]
-        self.before = earlier[-1] if self.program and earlier else None
 
     def _split(self):
         """Collects the fenced blocks, and returns the text without them and
@@ -69,6 +67,22 @@ class Page:
             prose.append("")
         return COMMENT.sub(blank, "\n".join(prose))
 
+    # Read only when a check needs it: a program that names no parent would otherwise
+    # stop pytest before the first test.
+    @functools.cached_property
+    def ancestors(self):
+        """What the page's program is based on, what that is based on, and so on."""
+        found = []
+        program = self.program
+        # Without a program, check_numbers() complains.
+        while program in programs(self.root) and (program := parent(program, self.root)):
+            found.append(program)
+        return found
+
+    @property
+    def before(self):
+        return self.ancestors[0] if self.ancestors else None
+
     def message(self, line, text):
         return f"{self.path}:{line}: {text}"
 
@@ -78,23 +92,12 @@ def read(path):
         return file.read()
 
 
-def number(name):
-    """4 for 4_hello."""
-    return int(re.match(r"\d*", name)[0] or -1)
-
-
-def numbered(root, folder, suffix):
-    names = os.listdir(f"{root}/{folder}")
-    return sorted((name[:-len(suffix)] for name in names if name.endswith(suffix)),
-                  key=lambda name: (number(name), name))
-
-
 def programs(root):
-    return numbered(root, "src", ".cpp")
+    return numbered(f"{root}/src", ".cpp")
 
 
 def chapters(root):
-    return numbered(root, "chapters", ".md")
+    return numbered(f"{root}/chapters", ".md")
 
 
 def blank(match):
@@ -150,7 +153,7 @@ def check_blocks(page):
                 block.line - 1, "C++ without a program that it could be from"))
         elif block.info == "diff" and not page.before:
             messages.append(page.message(
-                block.line - 1, "a diff without a program before this one"))
+                block.line - 1, "a diff without a program that this is based on"))
     messages += [page.message(block.line - 1, "this block does not end")
                  for block in page.blocks if not block.closed]
     messages += [page.message(line_at(page.prose, match.start()),
@@ -244,7 +247,7 @@ def check_excerpts(page):
 
 
 def check_diffs(page):
-    """A diff leads from the program before to the chapter's."""
+    """A diff leads from the parent of the chapter's program to that program."""
     messages = []
     for block in page.blocks if page.before else []:
         if block.info == "diff":
@@ -281,11 +284,11 @@ def names_in(root, program):
 
 
 def check_names(page):
-    """Each name of libfabric's and CUDA's that the program is the first to use is
-    named in the text of its chapter."""
+    """Each name of libfabric's and CUDA's that the program uses, and none of its
+    ancestors, is named in the text of its chapter."""
     if page.program not in programs(page.root):
         return []
-    known = names_in(page.root, page.before) if page.before else set()
+    known = set().union(*(names_in(page.root, program) for program in page.ancestors))
     said = set(NAME.findall(without_targets(page.prose)))
     missing = sorted(names_in(page.root, page.program) - known - said)
     return [f"{page.path}: not named outside of code blocks: "
@@ -482,9 +485,10 @@ def check_targets(page):
 
 # An address is a word of hexadecimal digits, and no 0x comes before it.
 ADDRESS = re.compile(r"\b[0-9a-f]{16,}\b")
-# The server of 9_file saves files where it is started.
+# The server of 9_file may be told where to save files.
 SERVER = re.compile(
-    r"(?:\((cd \S+ && ))?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w+)\)?(\s+#.*)?")
+    r"(?:\((cd \S+ && ))?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w+(?: received)?)"
+    r"\)?(\s+#.*)?")
 PROGRESS = re.compile(r"WRITE: \d+%, (\d+)/(\d+)")
 # Seconds for a command.
 LIMIT = 60
@@ -641,7 +645,8 @@ class Rerun:
         cd, settings, path, _ = SERVER.fullmatch(command).groups()
         env = dict(setting.split("=", 1) for setting in shlex.split(settings))
         # exec, so that the process that we end is the server.
-        process = self.run(["bash", "-c", f"{cd}exec {path}"] if cd else [path], **env)
+        process = self.run(["bash", "-c", f"{cd}exec {path}"] if cd else path.split(),
+                           **env)
         try:
             match = process.wait_for(r"following command:\n.* ([0-9a-f]+)( FILE)?\n")
         except AssertionError:  # it has ended, which may be what is shown

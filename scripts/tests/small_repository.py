@@ -5,12 +5,12 @@ import subprocess
 
 from conftest import ROOT
 
-# As in src: each adds something to the one before.
+# As in src: each adds something to the one that it is based on.
 PROGRAMS = {
     "4_one": ["// 4_one", "a", "b", "c", "d", "e", "f", "g", "end of 4"],
-    "5_two": ["// 5_two", "a", "b", "c", "added in 5", "d", "e", "f", "g",
+    "5_two": ["// Based on 4_one.", "a", "b", "c", "added in 5", "d", "e", "f", "g",
               "end of 5"],
-    "10_three": ["// 10_three", "a", "b", "c", "added in 5", "d", "e", "f",
+    "10_three": ["// Based on 5_two.", "a", "b", "c", "added in 5", "d", "e", "f",
                  "added in 10", "g", "end of 10"],
 }
 

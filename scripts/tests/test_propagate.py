@@ -2,7 +2,7 @@
 
 import pytest
 
-from small_repository import PROGRAMS, Repository
+from small_repository import PROGRAMS, Repository, replaced
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def expected(program, **changes):
 
 
 def test_all(repo):
-    """Into all later ones, in the order of their numbers; what each added
+    """Into all that come from it, in the order of their numbers; what each added
     stays."""
     repo.replace("4_one", "b", "B")
     assert propagate(repo) == (
@@ -89,13 +89,89 @@ def test_own_changes_stay(repo):
 def test_new_program(repo):
     """One that REV does not know yet takes part, and passes it on."""
     last = PROGRAMS["10_three"][:-1]
-    repo.write("11_new", last)
-    repo.write("12_new", last + ["new in 12"])
+    repo.write("11_new", ["// Based on 10_three."] + last[1:])
+    repo.write("12_new", ["// Based on 11_new."] + last[1:] + ["new in 12"])
     repo.replace("4_one", "b", "B")
     assert propagate(repo)[0] == 0
-    lines = ["B" if line == "b" else line for line in last]
-    assert repo.read("11_new") == lines
-    assert repo.read("12_new") == lines + ["new in 12"]
+    lines = ["B" if line == "b" else line for line in last[1:]]
+    assert repo.read("11_new")[1:] == lines
+    assert repo.read("12_new")[1:] == lines + ["new in 12"]
+
+
+@pytest.fixture
+def tree(repo):
+    """Two more programs: 11_four comes from 5_two, as 10_three does, and 12_five
+    from 11_four."""
+    lines = PROGRAMS["5_two"][1:-1]
+    repo.write("11_four", ["// Based on 5_two."] + lines + ["end of 11"])
+    repo.write("12_five", ["// Based on 11_four."] + lines + ["end of 12"])
+    repo.commit()
+    return repo
+
+
+def test_tree(tree):
+    """A change goes from a parent to its children, whatever lies between their
+    numbers."""
+    tree.replace("4_one", "b", "B")
+    assert propagate(tree) == (
+        0, "".join(f"{program}: 1 lines added, 1 removed\n" for program in
+                   ["5_two", "10_three", "11_four", "12_five"]), "")
+    for program in ["10_three", "11_four", "12_five"]:
+        assert tree.read(program)[1:3] == ["a", "B"]
+
+
+def test_siblings(tree):
+    """What changes in a program concerns none but those that come from it."""
+    tree.replace("10_three", "b", "B")
+    assert propagate(tree) == (0, "", "")
+    tree.replace("11_four", "e", "E")
+    assert propagate(tree) == (0, "12_five: 1 lines added, 1 removed\n", "")
+    assert propagate(tree, "10_three") == (0, "", "")
+    assert tree.read("12_five")[1:-1] == tree.read("11_four")[1:-1]
+    assert tree.read("10_three")[1:3] == ["a", "B"]
+
+
+def test_conflict_in_one_branch(tree):
+    """It stops there, and nowhere else. Once it is resolved, what comes from there
+    gets the change, too."""
+    for program in ["11_four", "12_five"]:
+        tree.replace(program, "b", "own b")
+    tree.commit()
+    lines = tree.read("11_four")
+    tree.replace("5_two", "b", "B")
+    status, output, error = propagate(tree)
+    assert (status, output) == (1, "10_three: 1 lines added, 1 removed\n")
+    assert "go on: scripts/propagate 11_four HEAD\n" in error
+    assert tree.read("10_three")[2] == "B" and tree.read("12_five")[2] == "own b"
+    tree.write("11_four", replaced(lines, "own b", "B, and own b"))
+    assert propagate(tree, "11_four", "HEAD") == (
+        0, "12_five: 1 lines added, 1 removed\n", "")
+    assert tree.read("12_five")[2] == "B, and own b"
+
+
+def test_another_parent(tree):
+    """A program that has been moved to another parent gets the changes of that."""
+    tree.replace("12_five", "// Based on 11_four.", "// Based on 10_three.")
+    tree.replace("10_three", "b", "B")
+    tree.replace("11_four", "e", "E")
+    assert propagate(tree, "11_four") == (0, "", "")
+    assert propagate(tree) == (0, "12_five: 1 lines added, 1 removed\n", "")
+    assert tree.read("12_five")[2] == "B"
+
+
+@pytest.mark.parametrize("line,message", [
+    ("// no parent", "src/5_two.cpp names no parent"),
+    ("// Based on 6_none.", "based on 6_none: there is no such program"),
+    ("// Based on 10_three.", "based on 10_three, which does not come before it"),
+    ("// Based on 5_two.", "based on 5_two, which does not come before it")])
+def test_no_parent(repo, line, message):
+    """Nothing is changed before all parents are known."""
+    repo.replace("5_two", "// Based on 4_one.", line)
+    repo.replace("4_one", "b", "B")
+    before = {program: repo.read(program) for program in PROGRAMS}
+    status, output, error = propagate(repo)
+    assert status == 1 and not output and message in error
+    assert {program: repo.read(program) for program in PROGRAMS} == before
 
 
 def test_conflict(repo):

@@ -10,7 +10,15 @@ import time
 
 import pytest
 
-from conftest import PROGRAMS, ROOT, SUCCESS, make
+import conftest
+import mutants
+from conftest import PROGRAMS, ROOT, SUCCESS, make, number, numbered, parent
+
+# How much a step may do to what it shares with the program that it is based on: the
+# lines of that which it removes, in percent; and, for a program that replaces the
+# application, and drops whole sections, the lines that it adds before its own.
+MOST_REMOVED = 8
+MOST_ADDED = {"8_malloc": 45, "9_file": 45}
 
 
 def scratch_make(tmp_path, *arguments, **env):
@@ -52,8 +60,9 @@ def test_libfabric_home(tmp_path, how):
     """It is used for the headers, for the library and for the run path. Tests and
     benchmark hand it on in the environment."""
     home = tmp_path / "fabric"
-    (home / "lib").mkdir(parents=True)
-    (home / "lib" / "libfabric.so").touch()
+    for path in ["lib/libfabric.so", "include/rdma/fabric.h"]:
+        (home / path).parent.mkdir(parents=True)
+        (home / path).touch()
     if how == "argument":
         output = scratch_make(tmp_path, "-n", "4_hello", f"LIBFABRIC_HOME={home}")
     else:
@@ -63,14 +72,159 @@ def test_libfabric_home(tmp_path, how):
     assert f"-Wl,-rpath,{home}/lib" in output
 
 
+# A compiler that does not find the header $MISSING, and builds empty files.
+FAKE_COMPILER = """\
+#!/bin/bash
+[ "${!#}" != - ] || { ! grep -qF "<$MISSING>"; exit; }
+while [ $# -gt 0 ]; do [ "$1" != -o ] || touch "$2"; shift; done
+"""
+USE_XXHASH = ["9_file"]
+
+
+@pytest.fixture
+def make_without(tmp_path):
+    """Runs make on a machine without a header. Returns its exit status, the programs
+    that it has built, and its errors."""
+    compiler = tmp_path / "compiler"
+    compiler.write_text(FAKE_COMPILER)
+    compiler.chmod(0o755)
+
+    def run(header, *targets):
+        done = subprocess.run(
+            ["make", "-j2", f"BUILD={tmp_path}/build", f"CXX={compiler}", *targets],
+            cwd=ROOT, env={**os.environ, "MISSING": header}, check=False, text=True,
+            capture_output=True)
+        built = [p for p in PROGRAMS if (tmp_path / "build" / p).exists()]
+        return done.returncode, built, done.stderr
+    return run
+
+
+def test_make_without_xxhash(make_without):
+    """What can be built is built, and one line says what is left out. It is an error
+    only for somebody who asks for that program."""
+    status, built, error = make_without("xxhash.h")
+    assert status == 0
+    assert built == [p for p in PROGRAMS if p not in USE_XXHASH]
+    assert re.fullmatch("not built: 9_file needs xxHash .*libxxhash-dev.*"
+                        r"xxhash-devel.*install-deps\.sh.*\n", error)
+    status, built, error = make_without("xxhash.h", "9_file")
+    assert status == 2 and "9_file" not in built
+    assert re.fullmatch(r".*\*\*\* 9_file needs xxHash .*libxxhash-dev.*\n", error)
+    assert make_without("xxhash.h", "7_queue")[::2] == (0, "")
+
+
+def test_make_without_libfabric(make_without):
+    """One line, however many programs there are to build."""
+    for targets in [[], ["4_hello"]]:
+        status, built, error = make_without("rdma/fabric.h", *targets)
+        assert status == 2 and not built
+        assert re.fullmatch(r".* does not find libfabric .*libfabric-dev.*"
+                            r"libfabric-devel.*install-deps\.sh.*\n", error)
+    assert make_without("rdma/fabric.h", "help")[::2] == (0, "")
+
+
+def test_make_with_everything(make_without):
+    """The line is not there without a reason."""
+    assert make_without("nothing.h") == (0, PROGRAMS, "")
+
+
 def test_help_and_diff():
     output = make("help")
     for target in ["make demo", "make test", "make bench", "make bench-file",
                    "make diff-7", "make exercise-4", "make figures", "make clean"]:
         assert target in output
-    for number, program in enumerate(PROGRAMS[1:], 5):
-        assert f"+++ b/src/{program}.cpp" in make(f"diff-{number}")
+    for program in PROGRAMS[1:]:
+        output = make(f"diff-{number(program)}")
+        assert f"--- a/src/{parent(program)}.cpp" in output
+        assert f"+++ b/src/{program}.cpp" in output
+        # What is shared comes first, where the application is another one.
+        headings = re.findall("^==== ([12])", output, re.M)
+        assert headings == (["1", "2"] if program in MOST_ADDED else [])
     assert "first program" in make("diff-4")
+
+
+APPLICATION = """
+// ---------------------------------------------------------------------------
+// The application
+// ---------------------------------------------------------------------------
+
+"""
+
+
+@pytest.fixture
+def diff(tmp_path):
+    """Runs scripts/diff.sh for programs that a test makes up."""
+    for folder in ["src", "scripts"]:
+        (tmp_path / folder).mkdir()
+    for name in ["common.sh", "diff.sh"]:
+        shutil.copy(f"{ROOT}/scripts/{name}", tmp_path / "scripts")
+
+    def run(number, **programs):
+        for name, text in programs.items():
+            (tmp_path / f"src/{name[1:]}.cpp").write_text(text)
+        return subprocess.run(
+            ["scripts/diff.sh", str(number), *numbered(tmp_path / "src", ".cpp")],
+            cwd=tmp_path, check=False, text=True, capture_output=True)
+    return run
+
+
+LINES = "".join(f"line {i}\n" for i in range(20))
+BEFORE = "shared\n" + APPLICATION + LINES
+
+
+def test_diff_against_the_parent(diff):
+    """Not against the program with the number before it. A change within the
+    application is one diff."""
+    after = "// Based on 4_a.\nshared\n" + APPLICATION + LINES.replace("7", "seven")
+    done = diff(6, _4_a=BEFORE, _5_b="// Based on 4_a.\n", _6_c=after)
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.count("\n--- a/src/4_a.cpp\n+++ b/src/6_c.cpp\n") == 1
+    assert "====" not in done.stdout
+
+
+def test_diff_of_another_application(diff):
+    """Two diffs, where most of the application is gone: what is shared, with the
+    lines that stay in it, then the applications."""
+    after = ("// Based on 4_a.\nshared\nnew\n" + APPLICATION
+             + LINES.replace("line", "other"))
+    done = diff(5, _4_a=BEFORE, _5_b=after)
+    assert done.returncode == 0 and not done.stderr
+    _, shared, application = re.split("^==== .*\n", done.stdout, flags=re.M)
+    for part in shared, application:
+        assert part.count("\n--- a/src/4_a.cpp\n+++ b/src/5_b.cpp\n") == 1
+    assert "\n shared\n+new\n" in shared and "line" not in shared
+    assert "-line 7\n" in application and "+other 7\n" in application
+    assert "shared" not in application and "line 5 of src/5_b.cpp" in application
+
+
+def test_diff_without_a_parent(diff):
+    done = diff(5, _4_a=BEFORE, _5_b=BEFORE)
+    assert done.returncode == 1 and "src/5_b.cpp names no parent" in done.stderr
+    done = diff(7)
+    assert done.returncode == 2 and "no program has the number 7" in done.stderr
+
+
+@pytest.mark.usefixtures("terminals")
+def test_diff_on_a_terminal():
+    """Each diff is coloured, and a pager shows all of it."""
+    for program in PROGRAMS[1:]:
+        master, slave = pty.openpty()
+        pager = subprocess.Popen(
+            ["make", f"diff-{number(program)}"], cwd=ROOT, stdin=slave, stdout=slave,
+            stderr=slave, env={**os.environ, "TERM": "xterm",
+                               "GIT_PAGER": "sed 's/^/paged /'"})
+        os.close(slave)
+        output = b""
+        try:
+            while data := os.read(master, 65536):
+                output += data
+        except OSError:
+            pass  # as it is at the end
+        os.close(master)
+        assert pager.wait() == 0
+        lines = output.decode().splitlines()
+        assert all(line.startswith("paged ") for line in lines)
+        assert any("\x1b[32m+" in line for line in lines)
 
 
 def test_dependencies_are_here():
@@ -127,30 +281,138 @@ def test_dependencies_are_installed(tmp_path, manager, groups, user):
         assert line.endswith(install + PACKAGES[manager, groups])
 
 
-def test_shared_code_is_the_same(tmp_path):
-    """What two programs share stands in both, letter for letter, and a step
-    hardly removes anything. 8_malloc and 9_file have applications of their own:
-    only what comes before those counts. There, 9_file changes nothing but its
-    includes and its constants."""
-    for before, after in zip(PROGRAMS, PROGRAMS[1:]):
-        for program in before, after:
-            with open(f"{ROOT}/src/{program}.cpp") as file:
-                text = file.read()
-            if after in ("8_malloc", "9_file"):
-                text, mark, _ = text.partition("\nenum class AppMessageType ")
-                assert mark
-            if after == "9_file":
-                # From here on, the two have the same code.
-                _, mark, text = text.partition("\n// Errors and signals\n")
-                assert mark
-            (tmp_path / program).write_text(text)
-        done = subprocess.run(
-            ["git", "diff", "--no-index", "--numstat", before, after],
-            cwd=tmp_path, text=True, capture_output=True, check=False)
-        added, removed = map(int, done.stdout.split()[:2] or (0, 0))
+@pytest.mark.parametrize("program", PROGRAMS[1:])
+def test_step(tmp_path, program):
+    """What two programs share stands in both, letter for letter. A step hardly
+    removes anything; one that replaces the application may drop what it has no use
+    for, but hardly adds anything to the rest."""
+    before = parent(program)
+    for name in before, program:
+        with open(f"{ROOT}/src/{name}.cpp") as file:
+            text = file.read()
+        if program in MOST_ADDED:
+            text, heading, _ = text.partition("\n// The application\n")
+            assert heading, f"src/{name}.cpp has no section `// The application`"
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        ["git", "diff", "--no-index", "--numstat", "--patience", before, program],
+        cwd=tmp_path, text=True, capture_output=True, check=False)
+    added, removed = map(int, done.stdout.split()[:2] or (0, 0))
+    if program in MOST_ADDED:
+        assert added <= MOST_ADDED[program], f"{added} lines added to {before}"
+    else:
         total = len((tmp_path / before).read_text().splitlines())
-        assert removed <= 0.06 * total, (before, after)
-        assert added == removed == 0 or after != "9_file"
+        assert removed <= MOST_REMOVED / 100 * total, (
+            f"{removed} of the {total} lines of {before} removed")
+
+
+def what_is_missing(root, tables):
+    """What programs lack, and what there is for programs that do not exist, one
+    message each. The tables are those of conftest.py, by name."""
+    programs = numbered(f"{root}/src", ".cpp")
+    messages = []
+
+    def each(names, path):
+        """For each program its own, and nothing else."""
+        messages.extend(f"{path(program)} is missing: {program} needs it"
+                        for program in programs if program not in names)
+        messages.extend(f"{path(name)}: there is no src/{name}.cpp"
+                        for name in names if name not in programs)
+
+    numbers = [number(program) for program in programs]
+    messages += [f"src/: two programs have the number {n}"
+                 for n in sorted(set(numbers)) if numbers.count(n) > 1]
+    each([name for name in numbered(f"{root}/chapters", ".md") if number(name) >= 4],
+         "chapters/{}.md".format)
+    each(numbered(f"{root}/scripts/exercises", ".patch"),
+         "scripts/exercises/{}.patch".format)
+    each(tables["SUCCESS"], "SUCCESS[{!r}] in scripts/tests/conftest.py".format)
+    exercises = [name.removeprefix("exercise_") for name in
+                 numbered(f"{root}/scripts/exercises", ".py")
+                 if name.startswith("exercise_")]
+    messages += [f"scripts/exercises/exercise_{n}.py is missing: its program needs it"
+                 for n in numbers if str(n) not in exercises]
+    messages += [f"scripts/exercises/exercise_{n}.py: no program has this number"
+                 for n in exercises if n not in map(str, numbers)]
+    # These need not have an entry for each.
+    messages += [f"{table}[{name!r}] in scripts/tests/conftest.py: there is no "
+                 f"src/{name}.cpp" for table in ["QUICK", "SHORT"]
+                 for name in tables[table] if name not in programs]
+    if os.path.isdir(f"{root}/scripts/breaks"):
+        messages += [f"scripts/breaks/{name}.patch: there is no program for it"
+                     for name in numbered(f"{root}/scripts/breaks", ".patch")
+                     if not name.startswith(tuple(programs))]
+    return messages
+
+
+def test_every_program_has_everything():
+    """The tests find programs in src/. This tells what one still lacks."""
+    messages = what_is_missing(ROOT, vars(conftest))
+    assert not messages, "\n".join(messages)
+
+
+@pytest.mark.parametrize("path,message", [
+    ("src/10_lock.cpp", [
+        "chapters/10_lock.md is missing: 10_lock needs it",
+        "scripts/exercises/10_lock.patch is missing: 10_lock needs it",
+        "SUCCESS['10_lock'] in scripts/tests/conftest.py is missing: 10_lock needs it",
+        "scripts/exercises/exercise_10.py is missing: its program needs it"]),
+    ("src/4_twin.cpp", ["src/: two programs have the number 4"]),
+    ("chapters/10_lock.md", ["chapters/10_lock.md: there is no src/10_lock.cpp"]),
+    ("chapters/3_before.md", []),
+    ("scripts/exercises/exercise_10.py",
+     ["scripts/exercises/exercise_10.py: no program has this number"]),
+    ("scripts/exercises/10_lock.patch",
+     ["scripts/exercises/10_lock.patch: there is no src/10_lock.cpp"]),
+    ("scripts/breaks/10_lock.patch",
+     ["scripts/breaks/10_lock.patch: there is no program for it"]),
+    ("scripts/breaks/4_hello.patch", []),
+    ("", ["SUCCESS['10_lock'] in scripts/tests/conftest.py: there is no "
+          "src/10_lock.cpp",
+          "QUICK['10_lock'] in scripts/tests/conftest.py: there is no "
+          "src/10_lock.cpp"]),
+])
+def test_finds_what_is_missing(tmp_path, path, message):
+    tables = {"SUCCESS": {"4_hello": ""}, "QUICK": {}, "SHORT": {}}
+    for name in ["src/4_hello.cpp", "chapters/4_hello.md",
+                 "scripts/exercises/exercise_4.py", "scripts/exercises/conftest.py",
+                 "scripts/exercises/4_hello.patch"]:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert what_is_missing(tmp_path, tables) == []
+    if path:
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).touch()
+    else:
+        tables["SUCCESS"]["10_lock"] = ""
+        tables["QUICK"]["10_lock"] = []
+    assert what_is_missing(tmp_path, tables)[:len(message) or 1] == message
+
+
+def test_last_line_is_waited_for(run, monkeypatch):
+    """A program that has ended may have printed more than has been read so far."""
+    read = conftest.Process._read
+
+    def read_late(process):
+        time.sleep(0.3)
+        read(process)
+
+    monkeypatch.setattr(conftest.Process, "_read", read_late)
+    run(["echo", "the last line"]).wait_for("last line")
+    with pytest.raises(AssertionError, match=r"ended:\s+the last line"):
+        run(["echo", "the last line"]).wait_for("another")
+
+
+@pytest.mark.parametrize("name", mutants.MUTANTS)
+def test_mutants(name):
+    """Each still breaks something, and names tests that are there. Whether these
+    notice, `make mutants` tells."""
+    mutant = mutants.MUTANTS[name]
+    with open(f"{ROOT}/src/{mutant.program}.cpp") as file:
+        assert file.read().count(mutant.old) == 1
+    test_file, _, names = mutant.tests.partition(" ")
+    with open(f"{ROOT}/scripts/tests/{test_file}") as file:
+        assert f"def {names.split()[0]}" in file.read()
 
 
 def test_source_format():
@@ -169,6 +431,8 @@ def test_demo(program):
     assert any(line.startswith("server | ") for line in lines)
     assert any(line.startswith("client | ") and SUCCESS[program] in line
                for line in lines)
+    # 9_file saves the file somewhere else.
+    assert not os.path.exists(f"{ROOT}/demo.bin")
 
 
 def test_demo_leaves_nothing(tmp_path):

@@ -10,7 +10,8 @@ cd "$(dirname "$0")/.."
 
 # The tests look for the programs here.
 export BUILD=build
-make -j2 all build/sender build/allocator build/bench_loop
+make -j2 all build/sender build/allocator build/callbacks build/bench_loop \
+  build/reorder.so
 # Reports need line numbers, and nothing else that takes a compiler long (-g1).
 make -j2 all build/sanitized/allocator BUILD=build/sanitized \
   CXXFLAGS="-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined"

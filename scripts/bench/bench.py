@@ -50,9 +50,9 @@ SECONDS_PER_RUN = float(os.environ.get("SECONDS_PER_RUN", 0.25))
 LONG = int(os.environ.get("LONG", 1000000))
 # Otherwise two processes of one host use shared memory.
 PROVIDER_ENV = {"efa": {"FI_EFA_ENABLE_SHM_TRANSFER": "0"}}
-# For each of the two buffers of a client.
-MAX_PAGES = 1000
-MAX_BUFFER = 64 << 20
+# What the pages of a run may need.
+MAX_PAGES = 2000
+MAX_MEMORY = 128 << 20
 LINK = os.environ.get("LINK", "2gbit")
 # A run that takes longer, in seconds, has failed.
 TIME_LIMIT = 300
@@ -82,7 +82,7 @@ CHANGES = [
     ("small-pages", "buffers not on huge pages",
      "MADV_HUGEPAGE", "MADV_NOHUGEPAGE"),
     ("untouched", "the client's memory not touched beforehand",
-     r" *(buf\.Clear\(\)|memset\(data, 0, rounded\));\n", ""),
+     r" *memset\(data\.get\(\), 0, rounded\);\n", ""),
     ("thread-safe", "the provider takes its locks",
      "FI_THREAD_DOMAIN;", "FI_THREAD_SAFE;"),
     ("no-delivery", "a WRITE is complete when it has left (tcp)",
@@ -126,7 +126,7 @@ def guess(size):
 
 
 def num_pages(size):
-    return max(1, min(MAX_PAGES, MAX_BUFFER // size))
+    return max(1, min(MAX_PAGES, MAX_MEMORY // size))
 
 
 # ---- Running programs ----
@@ -156,15 +156,15 @@ def environment(provider):
 
 
 @contextlib.contextmanager
-def background(core, provider, *command, folder=None):
-    """Starts a program, in the current folder or another one, and ends it at the
-    end of the block. Its output can be read from stdout."""
+def background(core, provider, *command):
+    """Starts a program, and ends it at the end of the block. Its output can be read
+    from stdout."""
     pin = [] if core is ANY_CORE else ["taskset", "-c", str(core)]
     # setpriv ends the program even if we are killed.
     with subprocess.Popen(
             ["setpriv", "--pdeathsig", "TERM", *pin, *command],
-            env=environment(provider), cwd=folder, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+            env=environment(provider), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT) as process:
         # Reading from a program that hangs then ends, too.
         alarm = threading.Timer(TIME_LIMIT, process.kill)
         alarm.daemon = True
@@ -213,7 +213,7 @@ def measure_queue(provider, size, writes, pages=None, folder=BUILD,
     """7_queue. Also returns the most memory that its server ever had, in bytes."""
     program = os.path.join(folder, "7_queue")
     pages = pages or num_pages(size)
-    repeat = max(1, round(writes / (2 * pages)))
+    repeat = max(1, round(writes / pages))
     with background(cores[0], provider, *hosts[0], program) as server:
         run(cores[1], provider, *hosts[1], program, server_address(server),
             str(size), str(pages), str(repeat))
@@ -224,7 +224,7 @@ def measure_queue(provider, size, writes, pages=None, folder=BUILD,
             memory = 1024 * int(re.search(r"VmHWM:\s*(\d+)", file.read())[1])
     # All three have three decimals, so the largest is the most exact.
     _, rate = max((mpps, mpps * 1e6), (gbps, gbps * 1e9 / 8 / size),
-                  (seconds, 2 * pages * repeat / max(seconds, 1e-3)))
+                  (seconds, pages * repeat / max(seconds, 1e-3)))
     return rate, memory
 
 
@@ -660,7 +660,7 @@ def measure_latency(results, providers):
 def measure_long(providers):
     """Compares the memory, and the time for each WRITE, of a long transfer with
     those of a short one, which moves the same pages less often."""
-    size, pages = 4096, max(1, min(500, LONG // 2000))
+    size, pages = 4096, max(1, min(1000, LONG // 1000))
     progress = Progress((2 + 2 * RUNS) * len(providers))
     ratios = {}
     for provider in providers:

@@ -105,7 +105,7 @@ def measure_file(provider, source, slots, hosts=((), ())):
     program = os.path.join(BUILD, "9_file")
     with target_of(source) as target:
         with background(ANY_CORE, provider, *hosts[1], program,
-                        folder=os.path.dirname(target)) as server:
+                        os.path.dirname(target)) as server:
             output = run(ANY_CORE, provider, *hosts[0], program,
                          bench.server_address(server), source, str(slots))
     return float(re.search(r"^Sent .* ([0-9.]+) Gbps", output, re.M)[1])
@@ -113,8 +113,8 @@ def measure_file(provider, source, slots, hosts=((), ())):
 
 def measure_queue(provider, source, hosts=((), ())):
     """7_queue, with as many bytes."""
-    writes = max(2, os.path.getsize(source) // CHUNK_SIZE)
-    pages = min(bench.num_pages(CHUNK_SIZE), writes // 2)
+    writes = max(1, os.path.getsize(source) // CHUNK_SIZE)
+    pages = min(bench.num_pages(CHUNK_SIZE), writes)
     rate, _ = bench.measure_queue(provider, CHUNK_SIZE, writes, pages,
                                   hosts=hosts, cores=(ANY_CORE, ANY_CORE))
     return rate * CHUNK_SIZE * 8e-9

@@ -18,9 +18,8 @@
 // "copy" and "write" print "seconds N", the latter for each SETTINGS; "latency"
 // prints the median.
 //
-// As in 7_queue there are twice NUM_PAGES pages on huge pages, and all of them
-// are touched before the clock starts. They are read in order and written in a
-// random order.
+// As in 7_queue the pages are on huge pages, and all of them are touched before
+// the clock starts. They are read in order and written in a random order.
 //
 // The clock stops when the data is in place. As in 7_queue, the last WRITE is
 // posted when all others have completed. Here it asks for delivery completion
@@ -326,7 +325,7 @@ int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   auto number = [&](size_t i) { return std::stoul(args.at(i)); };
   std::string mode = args.at(0);
-  size_t count = 2 * number(2);
+  size_t count = number(2);
   if (mode == "copy") Copy(number(1), count, number(3));
   if (mode == "target") RunTarget(number(1), count);
   if (mode == "latency") {

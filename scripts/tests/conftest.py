@@ -3,6 +3,7 @@
 import concurrent.futures
 import contextlib
 import filecmp
+import io
 import itertools
 import os
 import pty
@@ -28,7 +29,30 @@ ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
 # Some tests import what they check: bench.py and chapters.py.
 sys.path += [f"{ROOT}/scripts/bench", f"{ROOT}/scripts/book"]
 BUILD = os.environ.get("BUILD") or "build"
-PROGRAMS = ["4_hello", "5_reverse", "6_write", "7_queue", "8_malloc", "9_file"]
+
+
+def number(name):
+    """4 for 4_hello."""
+    return int(re.match(r"\d*", name)[0] or -1)
+
+
+def numbered(folder, suffix):
+    """The names of a folder's files that end like this, without their ends, in the
+    order of their numbers."""
+    return sorted((name.removesuffix(suffix) for name in os.listdir(folder)
+                   if name.endswith(suffix)), key=lambda name: (number(name), name))
+
+
+def parent(program, root=ROOT):
+    """The program that this one is based on, or None: see scripts/common.sh."""
+    done = subprocess.run(
+        ["bash", "-c", '. "$0/scripts/common.sh"; parent "$1"', ROOT, program],
+        cwd=root, check=False, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip() or None
+
+
+PROGRAMS = numbered(f"{ROOT}/src", ".cpp")
 # What a client prints once it has checked that all is right.
 SUCCESS = {
     "4_hello": "Sent ",
@@ -84,12 +108,6 @@ def make(*arguments, **env):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "builds(*names): the builds to test")
-    # A process that was killed may have left files behind, and a later one may get
-    # its number. The shm provider would then find its own files in use.
-    for name in os.listdir("/dev/shm"):
-        match = re.fullmatch(r"(\d+):\d+:\d+", name)
-        if match and not os.path.exists(f"/proc/{match[1]}"):
-            os.unlink("/dev/shm/" + name)
 
 
 def pytest_generate_tests(metafunc):
@@ -125,9 +143,12 @@ class Process:
         self.command = command
         self.started = time.monotonic()
         self.popen = subprocess.Popen(
-            command, cwd=cwd, env={**os.environ, **env}, text=True,
+            command, cwd=cwd, env={**os.environ, **env},
             stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT, errors="replace")
+            stderr=subprocess.STDOUT)
+        # Unlike Popen's own, this leaves carriage returns as they are.
+        self.popen.stdout = io.TextIOWrapper(self.popen.stdout, errors="replace",
+                                             newline="\n")
         self.lines = []
         self.reader = threading.Thread(target=self._read, daemon=True)
         self.reader.start()
@@ -147,6 +168,9 @@ class Process:
         end = time.monotonic() + timeout
         while True:
             alive = self.popen.poll() is None
+            if not alive:
+                # Waits for its last lines, which may still be in the pipe.
+                self.reader.join(max(0, end - time.monotonic()))
             text = "".join(self.lines[after:])
             matches = list(re.finditer(pattern, text, re.M))
             if len(matches) >= count:
@@ -156,7 +180,7 @@ class Process:
             time.sleep(0.01)
 
     def write(self, line):
-        self.popen.stdin.write(line + "\n")
+        self.popen.stdin.write(f"{line}\n".encode())
         self.popen.stdin.flush()
 
     def signal(self, signum):
@@ -206,8 +230,9 @@ def run():
             process.popen.stdin.close()
         process.reader.join()
         process.popen.stdout.close()
-    for name in owned_shm_files([p.popen.pid for p in processes
-                                 if p.popen.returncode == -signal.SIGKILL]):
+    # Removes what those that were killed or that crashed have left behind: the shm
+    # provider of a later process with the same number would find its files in use.
+    for name in owned_shm_files([p.popen.pid for p in processes]):
         os.unlink("/dev/shm/" + name)
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
@@ -230,6 +255,11 @@ def write_source(path, size, number):
         file.truncate(size)
 
 
+def address_of(server):
+    """Waits until a server prints its address."""
+    return server.wait_for(r"following command:\n.* ([0-9a-f]+)( FILE)?\n")[1]
+
+
 class Server:
     """A server, its address, and clients for it."""
 
@@ -240,16 +270,14 @@ class Server:
         self.path = f"{build}/{program}"
         self.provider = provider
         self.env = env
-        # Where it runs. The server of 9_file saves files there.
-        self.folder = folder or ROOT
-        if program == "9_file" and not folder:
-            self.folder = run.new_folder()
         # The wrapper is a command that runs the server.
-        self.process = run([*wrapper, os.path.join(ROOT, self.path)], provider,
-                           netns, cwd=self.folder, **env)
-        match = self.process.wait_for(
-            r"following command:\n.* ([0-9a-f]+)( FILE)?\n")
-        self.address = match.group(1)
+        command = [*wrapper, self.path]
+        if program == "9_file":
+            # Where it saves files.
+            self.folder = folder or run.new_folder()
+            command.append(self.folder)
+        self.process = run(command, provider, netns, **env)
+        self.address = address_of(self.process)
 
     def start_client(self, *args, netns=None, **env):
         """Starts a client. If the first argument for 9_file is a number, the client
@@ -354,6 +382,12 @@ def base(type_):
     return struct.pack("<I", type_)
 
 
+def address_message(type_, address, addr_size=None):
+    """A CONNECT or an ACCEPT."""
+    return base(type_) + struct.pack(
+        "<I256s", len(address) if addr_size is None else addr_size, address)
+
+
 class FakeClient:
     """Speaks to a server by scripts/tests/sender.cpp."""
 
@@ -379,24 +413,17 @@ class FakeClient:
     def receive(self):
         return bytes.fromhex(self.command("wait", "received (.*)")[1])
 
-    def connect(self, address=None, addr_size=None, mrs=((0, 1 << 20, 1),),
-                num_mr=None):
-        """A CONNECT; for 6 and 7 with memory regions."""
-        address = self.address if address is None else address
-        message = base(CONNECT) + struct.pack(
-            "<I256s", len(address) if addr_size is None else addr_size, address)
-        if self.server.program in ("6_write", "7_queue"):
-            message += struct.pack("<Q", len(mrs) if num_mr is None else num_mr)
-            message += b"".join(struct.pack("<QQQ", *mr) for mr in mrs).ljust(
-                16 * 24, b"\0")
-        return message
+    def connect(self, address=None, addr_size=None):
+        """A CONNECT, by default with our own address."""
+        return address_message(CONNECT, self.address if address is None else address,
+                               addr_size)
 
-    def open_session(self, **kwargs):
+    def open_session(self):
         """Sends a CONNECT, and whatever comes next to the address of the
         ACCEPT."""
         already = len(self.server.process.lines)
         self.peer(self.server.address)
-        self.send(self.connect(**kwargs))
+        self.send(self.connect())
         self.number = self.server.process.wait_for(
             r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + "$",
             after=already)[1]
@@ -409,6 +436,27 @@ class FakeClient:
     def expect(self, line, timeout=30):
         """Waits for what the server prints about this client."""
         self.server.process.wait_for(rf"^\[{self.number}\] {line}", timeout)
+
+
+class FakeServer(FakeClient):
+    """Accepts a client of a program, then answers it with whatever bytes a test
+    makes up."""
+
+    def __init__(self, run, build, program, *args, provider=""):
+        self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
+        self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
+        self.client = run([f"{build}/{program}", self.address, *args], provider)
+        connect = self.receive()
+        assert connect[:4] == base(CONNECT)
+        (size,) = struct.unpack_from("<I", connect, 4)
+        self.peer(connect[8:8 + size].hex())
+        self.send(address_message(ACCEPT, bytes.fromhex(self.address)))
+
+    def receive_other_than(self, ignored):
+        """Returns the next message that is not this one."""
+        while (message := self.receive()) == ignored:
+            pass
+        return message
 
 
 def request(type_, size=0, addr=0):
@@ -475,11 +523,13 @@ def give_up(text=b""):
 
 
 class FileSender(FakeClient):
-    """A client of 9_file, in a session of its own. It has no WRITEs: it says by a
-    CHUNK that a chunk has been written, and the slots are full of zeros."""
+    """A client of 9_file, in a session of its own. All of its files are full of
+    zeros, as the slots are. So it may do without WRITEs, and say by a CHUNK that a
+    chunk has been written."""
 
     def __init__(self, run, server):
         super().__init__(run, server)
+        self.slots = None  # where they are, and their key
         self.open_session()
 
     def answer(self):
@@ -493,7 +543,15 @@ class FileSender(FakeClient):
         self.send(put(*args, **kwargs))
         message = self.answer()
         assert message[:4] == base(READY), message
-        return struct.unpack_from("<I", message, 4)[0]
+        num_slots, _, addr, _, key = struct.unpack("<IQQQQ", message[4:])
+        self.slots = (addr, key)
+        return num_slots
+
+    def write(self, number):
+        """WRITEs 8 zeros into the first slot, with this number as immediate data:
+        that of a chunk, plus 1."""
+        addr, key = self.slots
+        self.command(f"write {addr} {key} {number} {bytes(8).hex()}", "written")
 
     def credits(self):
         """Returns the slots of the next CREDIT."""

@@ -8,6 +8,9 @@
 //   send HEX   sends these bytes, or an empty message; prints "sent", or
 //              "failed: ..."
 //   wait       waits for the next message; prints "received HEX"
+//   write ADDR KEY DATA HEX
+//              WRITEs these bytes to a place in the peer's memory, with a number
+//              as immediate data; prints "written", or "failed: ..."
 // It takes part in the network only while it obeys a command, and never waits
 // for more than 20 s. At the end of its input it ends without closing anything.
 
@@ -16,6 +19,7 @@
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -23,6 +27,7 @@
 
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -104,20 +109,35 @@ struct Sender {
   }
 
   void Send(const std::string& hex) {
-    Operation& send = ops.emplace_back();
-    send.bytes = FromHex(hex);
+    Operation& op = ops.emplace_back();
+    op.bytes = FromHex(hex);
+    Finish(op, "sent", [&] {
+      return fi_send(ep, op.bytes.data(), op.bytes.size(), nullptr, peer, &op);
+    });
+  }
+
+  void Write(uint64_t addr, uint64_t key, uint64_t data,
+             const std::string& hex) {
+    Operation& op = ops.emplace_back();
+    op.bytes = FromHex(hex);
+    Finish(op, "written", [&] {
+      return fi_writedata(ep, op.bytes.data(), op.bytes.size(), nullptr, data,
+                          peer, addr, key, &op);
+    });
+  }
+
+  // Posts an operation, waits until it has completed, and prints how it went.
+  void Finish(Operation& op, const std::string& success,
+              const std::function<ssize_t()>& post) {
     ssize_t ret = -FI_EAGAIN;
     for (auto end = Clock::now() + 20s; Clock::now() < end; Poll()) {
-      if (ret == -FI_EAGAIN) {
-        ret = fi_send(ep, send.bytes.data(), send.bytes.size(), nullptr, peer,
-                      &send);
-      }
+      if (ret == -FI_EAGAIN) ret = post();
       if (ret != 0 && ret != -FI_EAGAIN) {
-        send.error = fi_strerror(static_cast<int>(-ret));
+        op.error = fi_strerror(static_cast<int>(-ret));
       }
-      if (send.done || !send.error.empty()) break;
+      if (op.done || !op.error.empty()) break;
     }
-    printf("%s\n", send.done ? "sent" : ("failed: " + send.error).c_str());
+    printf("%s\n", (op.done ? success : "failed: " + op.error).c_str());
   }
 
   void Wait() {
@@ -174,7 +194,15 @@ int main(int argc, char** argv) {
   while (std::getline(std::cin, line)) {
     std::string command;
     std::string argument;
-    std::istringstream(line) >> command >> argument;
+    std::istringstream words(line);
+    words >> command >> argument;
+    if (command == "write") {
+      uint64_t key = 0;
+      uint64_t data = 0;
+      std::string hex;
+      words >> key >> data >> hex;
+      sender.Write(std::stoull(argument), key, data, hex);
+    }
     if (command == "peer") sender.SetPeer(argument);
     if (command == "send") sender.Send(argument);
     if (command == "wait") sender.Wait();

@@ -82,6 +82,7 @@ int main() {
 }
 """,
     "src/5_reverse.cpp": """\
+// Based on 4_hello.
 #include <rdma/fi_domain.h>
 int main() {
   first();
@@ -187,6 +188,23 @@ def test_good_pages(tmp_path):
             assert check(Page(tmp_path, path)) == []
 
 
+def test_programs_are_a_tree(tmp_path):
+    """A diff starts from the program that the chapter's is based on. New are the names
+    that none of its ancestors has."""
+    sample(tmp_path)
+    for name, call in ("6_left", "fi_read()"), ("7_right", "fi_read(fi_close())"):
+        (tmp_path / f"src/{name}.cpp").write_text(
+            f"// Based on 5_reverse.\nint main() {{\n  {call};\n}}\n")
+    right = "chapters/7_right.md"
+    (tmp_path / right).write_text(
+        "# Right\n\n```diff\n-  first();\n+  fi_read(fi_close());\n```\n")
+    page = Page(tmp_path, right)
+    assert page.ancestors == ["5_reverse", "4_hello"] and page.before == "5_reverse"
+    assert chapters.check_diffs(page) == []
+    assert chapters.check_names(page) == [
+        f"{right}: not named outside of code blocks: fi_read"]
+
+
 FAULTS = {
     # A changed line, wrong order, wrong order with an elision that hides nothing.
     "changed": ("check_excerpts", HELLO, "    second();\n", "    secondly();\n",
@@ -227,7 +245,7 @@ FAULTS = {
                    "```cpp\nx;\n```\n\nNext",
                    ":3: C++ without a program that it could be from"),
     "no-diff": ("check_blocks", HELLO, "```mermaid", "```diff",
-                ":19: a diff without a program before this one"),
+                ":19: a diff without a program that this is based on"),
     "added": ("check_diffs", REVERSE, "+    last", "+    lastly",
               'chapters/5_reverse.md:13: not in src/5_reverse.cpp after the line '
               'above it: "    lastly();"'),

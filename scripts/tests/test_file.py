@@ -3,6 +3,7 @@ goes no faster than the disk of the receiver."""
 
 import concurrent.futures
 import contextlib
+import filecmp
 import os
 import pty
 import random
@@ -16,10 +17,10 @@ import time
 
 import pytest
 
-from conftest import (ACCEPT, BUILD, BYE, CHUNK, CONNECT, CREDIT, ERROR,
-                      FILE_ALIVE, LIBFABRIC_LEAKS, PROVIDERS, PUT, READY, ROOT,
-                      SAVED, SUCCESS, FakeClient, FileSender, base, end, give_up,
-                      numbers, put, write_source)
+from conftest import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, LIBFABRIC_LEAKS,
+                      PROVIDERS, PUT, READY, ROOT, SAVED, SUCCESS, FakeServer,
+                      FileSender, address_of, base, end, give_up, numbers, put,
+                      write_source)
 
 MIB = 1 << 20  # bytes of a chunk
 # The checksums of the first chunks of a file of zeros: XXH3_64bits_withSeed of 1 MiB,
@@ -148,6 +149,78 @@ def test_attributes(serve):
         server.check_file(client)
     assert not os.listdir(server.folder)
     server.stop()
+
+
+# ---- The server's directory ----
+
+@pytest.mark.builds("plain")
+def test_directory(run, build):
+    """Where the server saves files: where it was started, or in the directory that
+    it was given."""
+    folder = run.new_folder()
+    for name in "source", "here", "here/sub", "here/00", "elsewhere":
+        os.mkdir(f"{folder}/{name}")
+    os.symlink("../elsewhere", folder + "/here/link")
+    source = folder + "/source/file"
+    write_source(source, MIB + 1, 1)
+    servers = {directory: run([f"{ROOT}/{build}/9_file", *given], cwd=folder + "/here")
+               for directory, given in {
+                   "here": [], "here/sub": ["sub/"], "here/00": ["00"], "": [".."],
+                   "elsewhere": ["link"]}.items()}
+    clients = [run([f"{build}/9_file", address_of(server), source])
+               for server in servers.values()]
+    for directory, server, client in zip(servers, servers.values(), clients):
+        assert client.wait() == 0, (directory, client.output)
+        saved = f"{folder}/{directory}/file"
+        assert filecmp.cmp(saved, source, shallow=False)
+        os.unlink(saved)
+        server.signal(signal.SIGTERM)
+        assert server.wait() == 0
+    assert sorted(os.listdir(folder)) == ["elsewhere", "here", "source"]
+
+
+@pytest.mark.builds("plain")
+def test_no_directory(run, build):
+    """What is no directory is a wrong argument. So is an address without a file."""
+    folder = run.new_folder()
+    write_source(folder + "/file", 1, 1)
+    os.mkfifo(folder + "/pipe")
+    os.symlink("nobody", folder + "/link")
+    for given in ["missing", "file", "file/", "pipe", "link", "", "-x", "/dev/null",
+                  "0200a5c5c00002020000000000000000", "00" * 256, "x" * 5000]:
+        server = run([f"{ROOT}/{build}/9_file", given], cwd=folder)
+        assert server.wait() == 2, (given, server.output)
+        assert re.match('error: "[^\n]*" is not a directory, .*\nUsage:\n',
+                        server.output), server.output
+        assert len(server.lines[0]) < 200
+    assert sorted(os.listdir(folder)) == ["file", "link", "pipe"]
+
+
+@pytest.mark.builds("plain")
+@two_providers
+def test_two_terminals(run, build, provider):
+    """The command that the server prints, in another terminal, for a file that is
+    where both were started. The server saves it elsewhere, so it stays as it is."""
+    folder = run.new_folder()
+    os.mkdir(folder + "/received")
+    os.symlink(f"{ROOT}/{build}", folder + "/build")
+    write_source(folder + "/file", 3 * MIB, 1)
+    before = os.stat(folder + "/file")
+    server = run(["sh", "-c", "exec build/9_file received"], provider, cwd=folder)
+    command = server.wait_for("following command:\n(  .* )FILE\n")[1]
+    client = run(["sh", "-c", command + "file"], cwd=folder)
+    assert client.wait() == 0, client.output
+    assert filecmp.cmp(f"{folder}/file", f"{folder}/received/file", shallow=False)
+    after = os.stat(folder + "/file")
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+    # Twice does not work, and without a directory, it would not work once.
+    check_failure(run(["sh", "-c", command + "file"], cwd=folder),
+                  "the server says: file exists already")
+    check_failure(run(["sh", "-c", command + "received/file"], cwd=folder),
+                  "the server says: file exists already")
+    assert os.listdir(folder + "/received") == ["file"]
+    server.signal(signal.SIGINT)
+    assert server.wait() == 0
 
 
 # ---- Names that are refused ----
@@ -356,17 +429,17 @@ def own_mounts():
 
 @pytest.mark.builds("sanitized")
 @pytest.mark.parametrize("mount,size,error", [
-    ("mount -t tmpfs -o size=6m none .", 20 * MIB,
+    ('mount -t tmpfs -o size=6m none "$1"', 20 * MIB,
      "cannot write .*: No space left on device"),
-    ("mount --bind . .; mount -o remount,bind,ro .", 1,
+    ('mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"', 1,
      "cannot create .*: Read-only file system"),
 ], ids=["full", "read-only"])
 def test_disk_full(serve, own_mounts, mount, size, error):
     """Both sides say so, nothing is left, and what fits is saved afterwards."""
     server = serve("9_file", wrapper=[
-        *own_mounts, mount + '; cd "$PWD"; exec "$0"'])
+        *own_mounts, mount + '; exec "$0" "$1"'])
     # Only the server sees this disk.
-    server.folder = f"/proc/{server.process.popen.pid}/cwd"
+    server.folder = f"/proc/{server.process.popen.pid}/root{server.folder}"
     client = server.start_client(str(size))
     check_failure(client, "the server says: " + error)
     server.process.wait_for(r"^\[1\] error: " + error)
@@ -403,7 +476,7 @@ def test_directory_gone(serve):
     os.rmdir(server.folder)
     check_failure(client, "the server says: cannot rename .*: No such file")
     check_failure(server.start_client("1"),
-                  "the server says: cannot create .*: No such file")
+                  "the server says: cannot open .*: No such file")
     server.process.wait_for("Done", count=2)
     assert len(server.errors()) == 2
     server.stop()
@@ -453,18 +526,30 @@ def test_slow_disk(serve):
 
 
 @pytest.mark.builds("sanitized")
-def test_credits(run, serve):
-    """A slot is lent again when its chunk has been saved, and not before. A CHUNK
-    that nobody has been asked for, or that comes twice, changes nothing; the order
-    does not matter either."""
-    server = serve("9_file", SLOW_DISK_MS="500")
+@pytest.mark.parametrize("imm_data", [False, True], ids=["CHUNK", "immediate data"])
+def test_credits(run, serve, imm_data):
+    """A slot is lent again when its chunk has been saved, and not before. A chunk
+    that nobody has asked for, or that comes twice, changes nothing; the order does
+    not matter either."""
+    # With immediate data, tcp;ofi_rxm may crash.
+    server = serve("9_file", "shm" if imm_data else "", SLOW_DISK_MS="500")
     client = FileSender(run, server)
+
+    def arrived(*chunks):
+        if imm_data:
+            for chunk in chunks:
+                client.write(chunk + 1)
+        else:
+            client.send(numbers(CHUNK, *chunks))
+
     assert client.put(size=4 * MIB, slots=2) == 2
     assert part_size(server) == 0
+    if imm_data:  # neither a chunk nor none
+        arrived(4, 5, 2**31, 2**32 - 2, -1)
     started = time.monotonic()
     # Of these, only 1 and 0 are expected.
     for chunks in [3], [1, 1], [1], [3, 2], [0]:
-        client.send(numbers(CHUNK, *chunks))
+        arrived(*chunks)
     returned = client.credits()
     assert time.monotonic() - started >= 0.5
     assert part_size(server) >= MIB
@@ -473,10 +558,11 @@ def test_credits(run, serve):
     assert sorted(returned) == [0, 1]
     assert part_size(server) == 2 * MIB
     # The last chunks: nothing is lent any more.
-    client.send(numbers(CHUNK, 3, 2))
+    arrived(3, 2)
     client.send(end(sum(ZEROS) % 2**64))
     assert client.answer() == base(SAVED)
     assert time.monotonic() - started >= 1
+    arrived(*range(4))
     client.send(base(BYE))
     client.expect("Done")
     with open(f"{server.folder}/file", "rb") as file:
@@ -529,8 +615,8 @@ def test_bad_senders(run, serve):
             client.open_session()
         # It would fill any disk, but nothing of it has come.
         assert client.put(size=1 << 50, slots=64) == 64
-        client.send(give_up(b"\x1b[31mno\n\x07 more"))
-        client.expect(r"error: the client gives up: \(an unreadable reason\)$")
+        client.send(give_up(b"\x1b[31mno\n\x07 more\xc2\x9b"))
+        client.expect(r"error: the client gives up: \?\[31mno\?\? more.\?$")
         client.expect("Done")
         # In the middle, without a reason.
         client.open_session()
@@ -538,7 +624,7 @@ def test_bad_senders(run, serve):
         client.send(numbers(CHUNK, 0, 1))
         client.send(base(BYE))
         client.expect("error: the client has left before its file was saved")
-    assert not re.search(r"[^\n -~]", server.process.output)
+    assert not re.search(r"[^\n -~\ufffd]", server.process.output)
     check_empty(server)
     server.stop()
 
@@ -555,24 +641,6 @@ def test_bad_message_once(run, serve):
     assert len(server.errors()) == 1, server.process.output
     check_empty(server)
     server.stop()
-
-
-class FakeServer(FakeClient):
-    """Takes a file from a client, with whatever answers a test makes up."""
-
-    def __init__(self, run, build, source, provider=""):
-        self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
-        self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
-        self.client = run([f"{build}/9_file", self.address, source, "4"], provider)
-        connect = self.receive()
-        assert connect[:4] == base(CONNECT)
-        (size,) = struct.unpack_from("<I", connect, 4)
-        self.peer(connect[8:8 + size].hex())
-        address = bytes.fromhex(self.address)
-        self.send(base(ACCEPT) + struct.pack("<I256s", len(address), address))
-        while (message := self.receive()) == base(FILE_ALIVE):
-            pass
-        assert message[:4] == base(PUT)
 
 
 def ready(slots=4, chunk_size=MIB, size=None):
@@ -612,10 +680,11 @@ def test_bad_answers(run, build):
     source = run.new_folder() + "/file"
     write_source(source, 0, 1)  # otherwise, it might be a WRITE that fails first
     answers = {**BAD_ANSWERS, "an ERROR": [give_up(b"no" + b"!" * 300)],
-               "a terrible ERROR": [give_up(b"\x1b[31mno")]}
+               "a terrible ERROR": [give_up(b"\x1b[31mno\xc2\x9b\n")]}
 
     def check(what):
-        server = FakeServer(run, build, source)
+        server = FakeServer(run, build, "9_file", source, "4")
+        assert server.receive_other_than(base(FILE_ALIVE))[:4] == base(PUT)
         for message in answers[what]:
             server.send(message, "(sent|failed)")
         if what == "type":
@@ -625,9 +694,9 @@ def test_bad_answers(run, build):
             assert b"bad message" in message
         error = "^error: bad message: "
         if "ERROR" in what and what not in BAD_ANSWERS:
-            error = r"the server says: (no!{250}|\(an unreadable reason\))$"
+            error = r"the server says: (no!{250}|\?\[31mno.\?\?)$"
         check_failure(server.client, error)
-        assert not re.search(r"[^\r\n -~]", server.client.output), what
+        assert not re.search(r"[^\n -~\ufffd]", server.client.output), what
 
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         list(pool.map(check, answers))
@@ -781,7 +850,7 @@ def test_client_interrupted(serve, provider):
 # ---- Progress ----
 
 LINE = (r"\[#*\.*\] +\d+% of [0-9.]+ MB, [0-9.]+ Gbps"
-        r"(, \d+ s left|, waiting for the disk)?")
+        r"(, \d+ s left|, waiting for the server)?")
 
 
 @pytest.mark.builds("plain")
@@ -793,6 +862,18 @@ def test_progress_lines(serve):
     assert 1 <= len(lines) <= client.seconds
     assert "\r" not in client.output and "\x1b" not in client.output
     assert " s left" in client.output
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+def test_waiting_for_the_server(serve):
+    """Once all is written, the client waits for the server. It cannot know whether
+    a disk works there."""
+    server = serve("9_file", SLOW_DISK_MS="1500")
+    client = server.check_client("1")
+    assert re.search(r"^\[#{20}\] 100% .*, waiting for the server$", client.output,
+                     re.M)
+    assert "disk" not in client.output
     server.stop()
 
 

@@ -1,17 +1,19 @@
 """What only 8_malloc has: a pool that is lent in pieces. Whatever its clients ask
 for, and however they go, nobody gets memory of others, and all of it comes back."""
 
+import concurrent.futures
 import os
 import random
 import re
 import signal
+import struct
 import subprocess
 import time
 
 import pytest
 
-from conftest import (ALIVE, FREE, LIBFABRIC_LEAKS, MALLOC, PROVIDERS, ROOT,
-                      SHORT, USAGE, Borrower, base, request)
+from conftest import (ACCEPT, ALIVE, BYE, FREE, LIBFABRIC_LEAKS, MALLOC, PROVIDERS,
+                      REPLY, ROOT, SHORT, USAGE, Borrower, FakeServer, base, request)
 
 POOL = 256 << 20  # bytes
 ALIGN = 64  # bytes
@@ -225,18 +227,84 @@ def test_stopped_client(run, serve):
     server.stop()
 
 
-# ---- Much at a time ----
+# ---- Clients that fail ----
+
+def check_left(server, client, number, error):
+    """The client has failed and said BYE. So the server has its place and its
+    pieces back at once, and not only after the limit of 10 s."""
+    assert client.wait() == 1, client.output
+    assert client.output.endswith(f"\nerror: {error}\n")
+    assert server.pool_line(number, 3) == WHOLE
+    assert f"[{number}] Done.\n" in server.process.output
+    assert not server.errors()
+
 
 @pytest.mark.builds("plain")
 def test_too_much(serve):
     """A client that wants more than there is. Others can have the memory again."""
     server = serve("8_malloc", "shm")
-    client = server.start_client("2000")
-    assert client.wait() == 1, client.output
-    assert "error: the server refuses: " in client.output
-    check_whole(server)
+    check_left(server, server.start_client("2000"), 1,
+               "the server refuses: the pool has no piece of this size left")
     server.check_client("400")
     server.stop()
+
+
+@pytest.mark.builds("sanitized")
+@two_providers
+def test_interrupted(serve, provider):
+    """Clients that are interrupted among their WRITEs, and among their READs."""
+    server = serve("8_malloc", provider)
+    for number, moment in enumerate(["Borrowed", "Filled"], 1):
+        client = server.start_client("400")
+        client.wait_for(f"^{moment} ")
+        client.signal(signal.SIGINT)
+        check_left(server, client, number, "interrupted")
+    server.check_client()
+    server.stop()
+
+
+def reply(error=b"", addr=0, size=0, key=0, lent=0):
+    """The answer of a server."""
+    return base(REPLY) + struct.pack("<108s4Q", error, addr, size, key, lent)
+
+
+# Answers to a MALLOC, by what the client then says.
+BAD_ANSWERS = {
+    "the server refuses: no": reply(b"no"),
+    "the server refuses: x{107}": reply(b"x" * 108),
+    "bad message: 143 bytes of type 7": reply(lent=2**64 - 1)[:-1],
+    "bad message: 144 bytes of type 2": base(ACCEPT) + reply()[4:],
+    "bad message: a piece of another size": reply(size=1),
+    "(WRITE|an operation) failed: .*": None,  # the piece is nowhere
+}
+
+
+@pytest.mark.builds("sanitized")
+@two_providers
+def test_bad_answers(run, build, provider):
+    """A client does not believe all of them, and says BYE even to a server that
+    lies."""
+    answers = dict(BAD_ANSWERS)
+    if provider != "shm":
+        # Others may close the connection.
+        answers.popitem()
+
+    def check(error):
+        server = FakeServer(run, build, "8_malloc", "1", provider=provider)
+        message = server.receive_other_than(base(ALIVE))
+        type_, size = struct.unpack_from("<I4xQ", message)
+        assert type_ == MALLOC
+        server.send(answers[error] or reply(addr=8, size=size, key=99, lent=size))
+        assert server.receive_other_than(base(ALIVE)) == base(BYE), error
+        assert server.client.wait(10) == 1
+        assert re.search(f"\nerror: {error}\n$", server.client.output), \
+            server.client.output
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        list(pool.map(check, answers))
+
+
+# ---- Much at a time ----
 
 
 @pytest.mark.builds("plain")

@@ -65,13 +65,16 @@ LONGEST = {"4_hello": 65536, "5_reverse": 65532}  # bytes
 @pytest.mark.parametrize("provider", **ids)
 @pytest.mark.parametrize("program", LONGEST)
 def test_texts(serve, program, provider):
-    """Texts of one byte and of many, and what is in them arrives unchanged."""
+    """Texts of one byte and of many. They arrive unchanged, and what a terminal
+    would obey is printed as question marks. The client of 5_reverse compares what
+    comes back."""
     server = serve(program, provider)
     for text in ["x", "a\nb\x1b[31m\x7f grüße", "0123456789" * 2000,
                  "x" * LONGEST[program]]:
         server.check_client(text)
         size = len(text.encode())
-        server.process.wait_for(re.escape(f"Received {size} bytes: {text}\n"))
+        printed = re.sub("[\n\x1b\x7f]", "?", text)
+        server.process.wait_for(re.escape(f"Received {size} bytes: {printed}\n"))
     client = server.start_client("x" * (LONGEST[program] + 1))
     assert client.wait() == 2, client.output
     assert "error: TEXT is " in client.output
@@ -102,9 +105,9 @@ def test_largest(serve):
     """The largest page, and the longest message. Not all of the 512 MiB for pages:
     where memory is slow to get, the server may take longer than its client waits."""
     server = serve("7_queue", "shm")
-    server.check_client(str(16 << 20), "6", "1")
-    server.check_client("8", "16374", "1")
-    client = server.start_client("8", "16375", "1")
+    server.check_client(str(16 << 20), "12", "1")
+    server.check_client("8", "16368", "1")
+    client = server.start_client("8", "16369", "1")
     assert client.wait() == 2 and "NUM_PAGES" in client.output
     server.stop()
 
@@ -114,7 +117,7 @@ def test_bandwidth_line(serve):
     server = serve("7_queue")
     server.check_client()
     check_last_lines(server, 1)
-    assert re.search(r"^\[1\] \[[0-9.]+s\] WRITE: 100%, 600/600, "
+    assert re.search(r"^\[1\] \[[0-9.]+s\] WRITE: 100%, 300/300, "
                      r"bw=[0-9.]+Gbps\b.*, [0-9.]+Mpps, EAGAIN=[0-9]+\n"
                      r"\[1\] Done.\n$", server.process.output, re.M)
     server.stop()
@@ -179,7 +182,7 @@ def test_crowd(serve, program, args, provider):
     """Seventy clients at once, many more than the server has room for. In 7_queue,
     a large transfer goes on meanwhile."""
     server = serve(program, provider)
-    large = ["1048576", "100", "20"] if program == "7_queue" else ["large" * 9999]
+    large = ["1048576", "200", "20"] if program == "7_queue" else ["large" * 9999]
     server.check_client(*args)
     with server.others(*large, count=1):
         server.process.wait_for(r"^\[2\] (Received \d|Registered)")
@@ -209,7 +212,7 @@ def test_waiting_is_not_silence(serve):
     the limit of 10 s. Seven others wait for memory, and ten for an ACCEPT: more
     than the listener has RECVs."""
     server = serve("7_queue")
-    greedy = server.start_client(str(16 << 20), "16", "1000000")
+    greedy = server.start_client(str(16 << 20), "32", "1000000")
     server.process.wait_for("Registered ")
     waiting = [server.start_client("4096", "10", "1") for _ in range(7)]
     server.process.wait_for("Received RandomFill", count=8)
@@ -232,7 +235,7 @@ def test_waiting_is_not_silence(serve):
 def test_memory_for_all(serve):
     """Three clients want 256 MiB each of the 512 that the server has."""
     server = serve("7_queue", "shm")
-    check_all(server, [server.start_client(str(8 << 20), "16", "2")
+    check_all(server, [server.start_client(str(8 << 20), "32", "2")
                        for _ in range(3)])
     server.process.wait_for("Done.$", count=3)
     # The third got its memory when another client was done with it.
@@ -275,7 +278,7 @@ def test_two_hosts(serve, hosts, provider):
 
 # Pages for each provider: fewer for udp;ofi_rxd, which does not reach the speed of
 # the cable.
-SLOW = {"": 150, "udp;ofi_rxd": 60}
+SLOW = {"": 270, "udp;ofi_rxd": 100}
 
 
 @pytest.mark.builds("plain")

@@ -1,0 +1,285 @@
+// A network without order, for the tests: a library that is loaded in front of
+// libfabric and does what FI_ORDER_NONE permits, but tcp and shm never do. On
+// request, it also lacks what some networks lack.
+//
+// Usage: LD_PRELOAD=build/reorder.so PROGRAM...
+//   REORDER_MS=N              WRITEs without immediate data start N ms late
+//                             (300); those with immediate data overtake them
+//   REORDER_COMPLETIONS_MS=N  completions of WRITEs appear N ms late (0), so
+//                             that the answer of the peer may come first
+//   NO_IMM_DATA=1             there is no immediate data, as with iWARP
+//   NO_MEMORY=send, NO_MEMORY=register
+//                             SENDs, or registrations of memory, find no memory
+//                             that may be locked, as where `ulimit -l` is low
+// In every case, it ends a program that enables an endpoint without an event
+// queue: efa would do so on the first error of a peer.
+//
+// libfabric's functions are mostly inline, and call through tables of pointers.
+// The only symbols to replace are therefore fi_getinfo and fi_fabric. Each
+// object then gets its own copy of its tables, with some of the functions
+// replaced. What the programs do is enough here: one thread, one endpoint for
+// each completion queue, entries in FI_CQ_FORMAT_DATA, no messages or WRITEs but
+// those of fi_sendmsg and fi_writemsg.
+
+#include <dlfcn.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <chrono>
+#include <deque>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+using Clock = std::chrono::steady_clock;
+
+std::chrono::milliseconds Setting(const char* name, int otherwise) {
+  const char* value = getenv(name);
+  return std::chrono::milliseconds(value ? atoi(value) : otherwise);
+}
+
+const auto g_write_delay = Setting("REORDER_MS", 300);
+const auto g_completion_delay = Setting("REORDER_COMPLETIONS_MS", 0);
+
+// Returns whether there is no memory for `what`.
+bool NoMemory(const char* what) {
+  const char* value = getenv("NO_MEMORY");
+  return value && strcmp(value, what) == 0;
+}
+
+[[noreturn]] void Die(const char* what) {
+  fprintf(stderr, "reorder: %s\n", what);
+  abort();
+}
+
+// Gives an object a copy of one of its tables. Returns the table that it had.
+// The library may be newer than our headers and its tables longer, so a table
+// itself says how long it is. Copies are never freed: an object may use its
+// table until the very end of its fi_close.
+template <typename Table>
+Table* Replace(Table*& table) {
+  Table* real = table;
+  table = static_cast<Table*>(malloc(real->size));
+  if (table == nullptr) Die("no memory");
+  memcpy(table, real, real->size);
+  return real;
+}
+
+// A WRITE that the provider has not got yet. The caller may reuse all that
+// `msg` points to, so we keep copies. Its data, however, has to stay in place
+// until the completion, and so has its context.
+struct Write {
+  Clock::time_point due;
+  std::vector<struct iovec> iov;
+  std::vector<void*> desc;
+  std::vector<struct fi_rma_iov> rma_iov;
+  struct fi_msg_rma msg;
+  uint64_t flags;
+};
+
+struct Completion {
+  Clock::time_point due;
+  struct fi_cq_data_entry entry;
+};
+
+struct Endpoint {
+  struct fi_ops* real_ops = nullptr;
+  struct fi_ops_rma* real_rma = nullptr;
+  struct fi_ops_msg* real_msg = nullptr;
+  struct fid* cq = nullptr;
+  bool has_eq = false;
+  std::deque<Write> writes;
+};
+
+struct CompletionQueue {
+  struct fi_ops_cq* real_cq = nullptr;
+  std::deque<Completion> completions;
+};
+
+std::unordered_map<struct fid*, Endpoint> g_endpoints;
+std::unordered_map<struct fid*, CompletionQueue> g_cqs;
+struct fi_ops_fabric* g_real_fabric = nullptr;
+struct fi_ops_domain* g_real_domain = nullptr;
+struct fi_ops_mr* g_real_mr = nullptr;
+
+ssize_t WriteMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
+                 uint64_t flags) {
+  Endpoint& endpoint = g_endpoints.at(&ep->fid);
+  // The caller may reuse the data of an FI_INJECT at once.
+  if (g_write_delay.count() == 0 || (flags & (FI_REMOTE_CQ_DATA | FI_INJECT))) {
+    return endpoint.real_rma->writemsg(ep, msg, flags);
+  }
+  Write write = {.due = Clock::now() + g_write_delay,
+                 .iov = {msg->msg_iov, msg->msg_iov + msg->iov_count},
+                 .desc = {},
+                 .rma_iov = {msg->rma_iov, msg->rma_iov + msg->rma_iov_count},
+                 .msg = *msg,
+                 .flags = flags};
+  if (msg->desc) write.desc = {msg->desc, msg->desc + msg->iov_count};
+  endpoint.writes.push_back(std::move(write));
+  return 0;
+}
+
+// Hands over the WRITEs of an endpoint that are due, while there is room.
+void ProgressWrites(struct fid* fid, Endpoint& endpoint) {
+  while (!endpoint.writes.empty() &&
+         endpoint.writes.front().due <= Clock::now()) {
+    Write& write = endpoint.writes.front();
+    write.msg.msg_iov = write.iov.data();
+    write.msg.desc = write.desc.empty() ? nullptr : write.desc.data();
+    write.msg.rma_iov = write.rma_iov.data();
+    ssize_t ret = endpoint.real_rma->writemsg(
+        reinterpret_cast<struct fid_ep*>(fid), &write.msg, write.flags);
+    if (ret == -FI_EAGAIN) return;
+    // It is too late to return this. The WRITE never completes, as with a
+    // provider that does not report lost peers.
+    if (ret != 0) {
+      fprintf(stderr, "reorder: lost a WRITE: %s\n",
+              fi_strerror(static_cast<int>(-ret)));
+    }
+    endpoint.writes.pop_front();
+  }
+}
+
+ssize_t CqRead(struct fid_cq* cq, void* buf, size_t count) {
+  for (auto& [fid, endpoint] : g_endpoints) {
+    if (endpoint.cq == &cq->fid) ProgressWrites(fid, endpoint);
+  }
+  CompletionQueue& queue = g_cqs.at(&cq->fid);
+  ssize_t ret = queue.real_cq->read(cq, buf, count);
+  if (ret < 0 && ret != -FI_EAGAIN) return ret;
+  // Keep the completions of WRITEs, and move the others to the front.
+  auto* entries = static_cast<struct fi_cq_data_entry*>(buf);
+  struct fi_cq_data_entry* end = std::remove_if(
+      entries, entries + std::max<ssize_t>(ret, 0), [&](const auto& entry) {
+        bool ours = (entry.flags & (FI_WRITE | FI_REMOTE_WRITE)) == FI_WRITE;
+        if (!ours || g_completion_delay.count() == 0) return false;
+        queue.completions.push_back({Clock::now() + g_completion_delay, entry});
+        return true;
+      });
+  while (end != entries + count && !queue.completions.empty() &&
+         queue.completions.front().due <= Clock::now()) {
+    *end++ = queue.completions.front().entry;
+    queue.completions.pop_front();
+  }
+  return end == entries ? -FI_EAGAIN : end - entries;
+}
+
+ssize_t SendMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
+  if (NoMemory("send")) return -FI_ENOMEM;
+  return g_endpoints.at(&ep->fid).real_msg->sendmsg(ep, msg, flags);
+}
+
+int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
+             struct fid_mr** mr) {
+  if (NoMemory("register")) return -FI_ENOMEM;
+  return g_real_mr->regattr(fid, attr, flags, mr);
+}
+
+int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
+  Endpoint& endpoint = g_endpoints.at(fid);
+  if (other->fclass == FI_CLASS_CQ) endpoint.cq = other;
+  if (other->fclass == FI_CLASS_EQ) endpoint.has_eq = true;
+  return endpoint.real_ops->bind(fid, other, flags);
+}
+
+int EndpointControl(struct fid* fid, int command, void* arg) {
+  Endpoint& endpoint = g_endpoints.at(fid);
+  if (command == FI_ENABLE && !endpoint.has_eq) Die("there is no event queue");
+  int ret = endpoint.real_ops->control(fid, command, arg);
+  // Not before: fi_enable is where a provider may still choose other functions.
+  if (command == FI_ENABLE && ret == 0 && endpoint.real_rma == nullptr) {
+    auto* ep = reinterpret_cast<struct fid_ep*>(fid);
+    endpoint.real_rma = Replace(ep->rma);
+    ep->rma->writemsg = WriteMsg;
+    endpoint.real_msg = Replace(ep->msg);
+    ep->msg->sendmsg = SendMsg;
+  }
+  return ret;
+}
+
+// Closing an endpoint ends what is in flight, and that includes what we keep.
+int EndpointClose(struct fid* fid) {
+  struct fi_ops* real = g_endpoints.at(fid).real_ops;
+  g_endpoints.erase(fid);
+  return real->close(fid);
+}
+
+int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
+                 struct fid_ep** ep, void* context) {
+  int ret = g_real_domain->endpoint(domain, info, ep, context);
+  if (ret != 0) return ret;
+  g_endpoints[&(*ep)->fid].real_ops = Replace((*ep)->fid.ops);
+  (*ep)->fid.ops->bind = EndpointBind;
+  (*ep)->fid.ops->control = EndpointControl;
+  (*ep)->fid.ops->close = EndpointClose;
+  return 0;
+}
+
+int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
+           struct fid_cq** cq, void* context) {
+  if (attr->format != FI_CQ_FORMAT_DATA) Die("entries in an unknown format");
+  int ret = g_real_domain->cq_open(domain, attr, cq, context);
+  if (ret != 0) return ret;
+  g_cqs[&(*cq)->fid] = {Replace((*cq)->ops), {}};
+  (*cq)->ops->read = CqRead;
+  return 0;
+}
+
+int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
+               struct fid_domain** domain, void* context) {
+  int ret = g_real_fabric->domain(fabric, info, domain, context);
+  if (ret != 0) return ret;
+  if (g_real_domain != nullptr) Die("a second domain");
+  g_real_domain = Replace((*domain)->ops);
+  (*domain)->ops->endpoint = OpenEndpoint;
+  (*domain)->ops->cq_open = OpenCq;
+  g_real_mr = Replace((*domain)->mr);
+  (*domain)->mr->regattr = Register;
+  return 0;
+}
+
+// Returns libfabric's own function of that name.
+template <typename Function>
+Function* Real(const char* name, Function*) {
+  void* function = dlsym(RTLD_NEXT, name);
+  if (function == nullptr) Die("the program does not use libfabric");
+  return reinterpret_cast<Function*>(function);
+}
+
+extern "C" int fi_getinfo(uint32_t version, const char* node,
+                          const char* service, uint64_t flags,
+                          const struct fi_info* hints, struct fi_info** info) {
+  int ret = Real("fi_getinfo", fi_getinfo)(version, node, service, flags, hints,
+                                           info);
+  if (ret != 0 || getenv("NO_IMM_DATA") == nullptr) return ret;
+  for (struct fi_info* one = *info; one != nullptr; one = one->next) {
+    one->domain_attr->cq_data_size = 0;
+  }
+  return ret;
+}
+
+extern "C" int fi_fabric(struct fi_fabric_attr* attr,
+                         struct fid_fabric** fabric, void* context) {
+  // A provider may be built upon another, as ofi_rxm upon tcp, and open that in
+  // here. Its WRITEs are not those of the program.
+  static int depth = 0;
+  ++depth;
+  int ret = Real("fi_fabric", fi_fabric)(attr, fabric, context);
+  --depth;
+  if (ret != 0 || depth > 0) return ret;
+  if (g_real_fabric != nullptr) Die("a second fabric");
+  g_real_fabric = Replace((*fabric)->ops);
+  (*fabric)->ops->domain = OpenDomain;
+  return 0;
+}

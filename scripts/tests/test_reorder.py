@@ -1,0 +1,80 @@
+"""A network without order: the programs must not depend on more than the chapters
+say. build/reorder.so (reorder.cpp) delays WRITEs, or their completions, which is
+what FI_ORDER_NONE permits. Neither tcp nor shm ever does it."""
+
+import os
+import re
+
+import pytest
+
+from conftest import BUILD, ROOT
+
+# A library to be loaded first gets along with no sanitizer.
+pytestmark = pytest.mark.builds("plain")
+two_providers = pytest.mark.parametrize("provider", ["", "shm"],
+                                        ids=["default", "shm"])
+PRELOAD = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so")}
+# The delays are in milliseconds.
+DELAY = 300
+LATE_WRITES = {**PRELOAD, "REORDER_MS": str(DELAY)}
+LATE_COMPLETIONS = {**PRELOAD, "REORDER_MS": "0",
+                    "REORDER_COMPLETIONS_MS": str(DELAY)}
+# All WRITEs but the last are in flight at the same time. Each page is written once:
+# otherwise a WRITE that comes too late would find its data in place already.
+ONCE = {"6_write": ["65536", "20"], "7_queue": ["65536", "100", "1"]}
+
+
+def check_last_line(server, delay):
+    """Waits for the end of the first client. The last line about its pages says
+    100%, and that the library has indeed delayed something."""
+    server.process.wait_for(r"^\[1\] Done\.$")
+    lines = re.findall(r"^\[1\] \[([0-9.]+)s\] WRITE: (\d+)%",
+                       server.process.output, re.M)
+    assert lines and lines[-1][1] == "100", server.process.output
+    assert float(lines[-1][0]) >= delay / 1000
+
+
+@two_providers
+@pytest.mark.parametrize("program", ONCE)
+def test_late_writes(serve, program, provider):
+    """The WRITE that says that all pages are there overtakes every other one. So
+    the server must not post it before the others have completed."""
+    server = serve(program, provider, **LATE_WRITES)
+    server.check_client(*ONCE[program], LD_PRELOAD="")
+    check_last_line(server, DELAY)
+    assert not server.errors()
+    server.stop()
+
+
+@two_providers
+@pytest.mark.parametrize("program", ONCE)
+def test_late_completions(serve, program, provider):
+    """The client sees the last WRITE and says BYE before the server sees the
+    completion of that WRITE. The server reports the whole transfer all the same."""
+    server = serve(program, provider, **LATE_COMPLETIONS)
+    server.check_client(*ONCE[program], LD_PRELOAD="")
+    check_last_line(server, DELAY)
+    assert not server.errors()
+    server.stop()
+
+
+def test_late_writes_of_a_file(serve):
+    """Here the client posts the WRITEs. By the default provider it has no immediate
+    data, and says by a message which chunks are in place: not before they are."""
+    server = serve("9_file")
+    client = server.check_client("5000001", "2", **LATE_WRITES)
+    # Five chunks through two slots: three WRITEs, one after the other.
+    assert client.seconds >= 3 * DELAY / 1000
+    assert not server.errors()
+    server.stop()
+
+
+@two_providers
+def test_late_completions_of_a_file(serve, provider):
+    """The credit for a slot comes back before the completion of the WRITE into it.
+    The client needs both before the next WRITE from that slot."""
+    server = serve("9_file", provider)
+    client = server.check_client("5000001", "2", **LATE_COMPLETIONS)
+    assert client.seconds >= 3 * DELAY / 1000
+    assert not server.errors()
+    server.stop()

@@ -92,8 +92,8 @@ def make_without(tmp_path):
     def run(header, *targets):
         done = subprocess.run(
             ["make", "-j2", f"BUILD={tmp_path}/build", f"CXX={compiler}", *targets],
-            cwd=ROOT, env={**os.environ, "MISSING": header}, check=False, text=True,
-            capture_output=True)
+            cwd=ROOT, env={**os.environ, "MISSING": header, "CUDA_HOME": ""},
+            check=False, text=True, capture_output=True)
         built = [p for p in PROGRAMS if (tmp_path / "build" / p).exists()]
         return done.returncode, built, done.stderr
     return run
@@ -211,7 +211,7 @@ def test_diff_on_a_terminal():
         master, slave = pty.openpty()
         pager = subprocess.Popen(
             ["make", f"diff-{number(program)}"], cwd=ROOT, stdin=slave, stdout=slave,
-            stderr=slave, env={**os.environ, "TERM": "xterm",
+            stderr=slave, env={**os.environ, "TERM": "xterm", "CUDA_HOME": "",
                                "GIT_PAGER": "sed 's/^/paged /'"})
         os.close(slave)
         output = b""

@@ -1,6 +1,7 @@
 """Messages that no client of ours would send. They cost their sender its session,
 and others nothing: in each test, other clients come and go meanwhile."""
 
+import concurrent.futures
 import contextlib
 import os
 import re
@@ -346,6 +347,34 @@ def test_silent_clients(run, serve, program, provider):
     server.stop()
 
 
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+def test_flood(run, serve, program):
+    """Somebody sends more CONNECTs than the server lets wait. Then it takes no more
+    messages, instead of more and more memory. Through shm, because there a SEND
+    completes when the message is taken."""
+    server = serve(program, "shm")
+    client = FakeClient(run, server)
+
+    def flood(count):
+        for _ in range(count):
+            client.process.write("send " + client.connect().hex())
+
+    # 8 are served, and 1000 wait.
+    flood(1008)
+    client.process.wait_for("^sent", count=1008)
+    server.process.wait_for("Received CONNECT", count=8)
+    # This one is in one of 8 RECVs.
+    server.start_client(*SHORT.get(program, [])).wait_for("Sent CONNECT", 5)
+    flood(20)
+    other = server.start_client(*SHORT.get(program, []))
+    other.wait_for("^domain: ")
+    time.sleep(1)
+    assert "Sent CONNECT" not in other.output
+    # Within the limit of 10 s, after which those that are served give up their place.
+    assert not server.errors()
+    server.stop()
+
+
 # ---- Answers that no server of ours would give ----
 
 class FakeServer(FakeClient):
@@ -354,8 +383,11 @@ class FakeServer(FakeClient):
     def __init__(self, run, build, program, provider=""):
         self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
-        args = ["Makefile"] if program == "9_file" else OTHERS[program]
+        args = ["Makefile"] if program == "9_file" else OTHERS.get(program, [])
         self.client = run([f"{build}/{program}", self.address, *args], provider)
+
+    def meet(self):
+        """Takes the CONNECT."""
         connect = self.receive()
         assert connect[:4] == base(CONNECT)
         (size,) = struct.unpack_from("<I", connect, 4)
@@ -381,6 +413,7 @@ def test_bad_answers(run, build, program, provider):
     servers = {what: FakeServer(run, build, program, provider)
                for what in answers}
     for what, server in servers.items():
+        server.meet()
         for message in answers[what](server):
             server.send(message, "(sent|failed)")
     for what, server in servers.items():
@@ -392,6 +425,7 @@ def test_bad_answers(run, build, program, provider):
 def test_stray_messages(run, build, provider):
     """What arrives before the ACCEPT, and is none, was meant for somebody else."""
     server = FakeServer(run, build, "5_reverse", provider)
+    server.meet()
     for stray in [b"", base(99) + server.accept()[4:], base(PROGRESS),
                   base(TEXT) + b"tfel ,thgir"]:
         server.send(stray)
@@ -409,6 +443,7 @@ def test_interrupted_while_waiting(run, build, program, provider):
     """A client that is interrupted while it waits for an answer says BYE, so that
     its server has not to wait for its silence."""
     server = FakeServer(run, build, program, provider)
+    server.meet()
     server.send(server.accept())
     server.receive()
     server.client.signal(signal.SIGINT)
@@ -418,6 +453,53 @@ def test_interrupted_while_waiting(run, build, program, provider):
     assert message == base(BYE)
     assert server.client.wait(3) == 1
     assert server.client.output.endswith("error: interrupted\n")
+
+
+@pytest.mark.builds("plain")  # they start faster
+@two_providers
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_client_interrupted_at_first_contact(run, build, program, provider):
+    """A client that is interrupted before the server has looked at its first
+    message waits for that, but not for long. Otherwise, the shm provider of
+    libfabric 1.17 would end the server."""
+    def interrupt(answer_after):
+        server = FakeServer(run, build, program, provider)
+        server.client.wait_for("^domain: ")
+        time.sleep(0.5)
+        server.client.signal(signal.SIGINT)
+        interrupted = time.monotonic()
+        if answer_after:
+            time.sleep(answer_after)
+            assert server.client.popen.poll() is None, server.client.output
+            server.process.write("wait")
+        status = server.client.wait(10)
+        assert status == 1 and "error: interrupted" in server.client.output or \
+            status == 0 and program == "4_hello", server.client.output
+        seconds = time.monotonic() - interrupted
+        # On a busy machine, tcp may need longer than that for a connection.
+        if answer_after and provider == "shm":
+            server.process.wait_for("^received ")
+        return seconds
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        answered, unanswered = pool.map(interrupt, [0.3, None])
+    assert answered < 3 and 0.4 < unanswered < 5
+
+
+@pytest.mark.builds("plain")
+@two_providers
+@pytest.mark.parametrize("program", PROGRAMS[1:])
+def test_server_interrupted_at_first_contact(run, serve, program, provider):
+    """The same the other way round: the client has not yet looked at the ACCEPT."""
+    server = serve(program, provider)
+    client = FakeClient(run, server)
+    client.send(client.connect())
+    server.process.wait_for("Received CONNECT")
+    server.process.signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert server.process.popen.poll() is None
+    assert client.receive()[:4] == base(ACCEPT)
+    assert server.process.wait(5) == 0
 
 
 # ---- Texts ----
@@ -456,6 +538,7 @@ def test_terrible_texts_of_servers(run, build, program):
     """So does a client: with what is not its text reversed, and with the reason for
     which the server refuses what it wants."""
     server = FakeServer(run, build, program)
+    server.meet()
     server.send(server.accept())
     server.receive()
     text = TERRIBLE.encode()

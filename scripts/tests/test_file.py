@@ -546,6 +546,9 @@ def test_credits(run, serve, imm_data):
     assert part_size(server) == 0
     if imm_data:  # neither a chunk nor none
         arrived(4, 5, 2**31, 2**32 - 2, -1)
+    # A number of the right slot, but not the one that it waits for.
+    arrived(3)
+    time.sleep(0.7)  # longer than saving it would take
     started = time.monotonic()
     # Of these, only 1 and 0 are expected.
     for chunks in [3], [1, 1], [1], [3, 2], [0]:

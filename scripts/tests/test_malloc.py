@@ -285,8 +285,9 @@ def test_bad_answers(run, build, provider):
     """A client does not believe all of them, and says BYE even to a server that
     lies."""
     answers = dict(BAD_ANSWERS)
-    if provider != "shm":
-        # Others may close the connection.
+    if provider != "shm" or "net" not in PROVIDERS:
+        # Others may close the connection. Over shm of libfabric 2.6, the server
+        # does not get the BYE. (net went with 1.18.)
         answers.popitem()
 
     def check(error):

@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import struct
+import threading
 import time
 
 import pytest
@@ -349,26 +350,24 @@ def test_silent_clients(run, serve, program, provider):
 @pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
 def test_flood(run, serve, program):
     """Somebody sends more CONNECTs than the server lets wait. Then it takes no more
-    messages, instead of more and more memory. Through shm, because there a SEND
-    completes when the message is taken."""
+    messages, instead of more and more memory."""
     server = serve(program, "shm")
     client = FakeClient(run, server)
 
-    def flood(count):
-        for _ in range(count):
-            client.process.write("send " + client.connect().hex())
+    def flood():
+        line = f"send {client.connect().hex()}\n".encode()
+        # The pipe breaks at the end of the test.
+        with contextlib.suppress(OSError):
+            for _ in range(5000):
+                os.write(client.process.popen.stdin.fileno(), line)
 
     # 8 are served, and 1000 wait.
-    flood(1008)
+    threading.Thread(target=flood, daemon=True).start()
     client.process.wait_for("^sent", count=1008)
     server.process.wait_for("Received CONNECT", count=8)
-    # This one is in one of 8 RECVs.
-    server.start_client(*SHORT.get(program, [])).wait_for("Sent CONNECT", 5)
-    flood(20)
-    other = server.start_client(*SHORT.get(program, []))
-    other.wait_for("^domain: ")
-    time.sleep(1)
-    assert "Sent CONNECT" not in other.output
+    # Some more get into the RECVs, or into the queue that shm has before them.
+    time.sleep(3)
+    assert client.process.output.count("\nsent\n") < 4000
     # Within the limit of 10 s, after which those that are served give up their place.
     assert not server.errors()
     server.stop()

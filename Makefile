@@ -126,7 +126,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test mutants bench bench-variants bench-file lint figures clean help
+.PHONY: demo test test-rdma mutants bench bench-variants bench-file lint figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -137,6 +137,10 @@ demo:
 test:
 	@scripts/install-deps.sh build test
 	@scripts/test.sh
+
+# Over Soft-RoCE, here or in a virtual machine: ARGS="-k test_data".
+test-rdma:
+	@scripts/rdma/test.sh $(ARGS)
 
 # Breaks a rule of the programs at a time: does a test notice? MUTANTS="pause slot"
 mutants:
@@ -186,6 +190,7 @@ help:
 	@echo 'make 7_queue    build one: $(PROGRAMS)'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
 	@echo 'make test       build and check everything'
+	@echo 'make test-rdma  run the programs over real verbs, without a card'
 	@echo 'make mutants    break the programs: does a test notice?'
 	@echo 'make bench      measure 7_queue beside what this machine can do'
 	@echo 'make bench-variants  and what each of the things that made it fast does'

@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise, test,
-# bench, lint, figures
+# rdma, machine, bench, lint, figures
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -54,6 +54,18 @@ for group in "$@"; do
       need iperf3 iperf3 command -v iperf3
       need socat socat command -v socat
       ;;
+    rdma)
+      # The libraries of verbs, and the tools of chapter 3.
+      need "rdma-core ibverbs-providers ibverbs-utils" \
+        "rdma-core libibverbs libibverbs-utils" command -v ibv_devinfo
+      need iproute2 iproute command -v rdma
+      need kmod kmod command -v modprobe
+      ;;
+    machine)
+      need qemu-system-x86 qemu-system-x86-core command -v qemu-system-x86_64
+      need busybox-static busybox command -v busybox
+      need cpio cpio command -v cpio
+      ;;
     bench)
       need iperf3 iperf3 command -v iperf3
       need socat socat command -v socat
@@ -69,7 +81,8 @@ for group in "$@"; do
       need npm nodejs-npm command -v npm
       ;;
     *)
-      echo "usage: $0 [build] [exercise] [test] [bench] [lint] [figures]" >&2
+      echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench] [lint]" \
+        "[figures]" >&2
       exit 2
       ;;
   esac

@@ -76,9 +76,18 @@ def constant(name, value):
     return f"{name} = [^;]*;", f"{name} = {value};"
 
 
-# One change each to what made 7_queue fast: the name, what it means, a pattern
-# that src/7_queue.cpp matches once, and what replaces that.
+# One change each to what made 7_queue fast: the name, what it means, and pairs of a
+# pattern that src/7_queue.cpp matches once and what replaces that.
 CHANGES = [
+    ("sleep", "a loop that finds nothing sleeps 1 ms, as in 6",
+     r"if \(busy\) \{", "if (false) {",
+     r"\+\+empty_polls % kPollsPerYield != 0", "++empty_polls == 0",
+     r"if \(Clock::now\(\) - last_completion > kQuietLimit\) \{", "if (true) {"),
+    ("listen", "the server looks for new clients in each round",
+     *constant("kListenPeriod", "0ms")),
+    ("yield-1", "a loop that finds nothing yields at once",
+     *constant("kPollsPerYield", 1)),
+    ("no-yield", "it never yields", *constant("kPollsPerYield", "SIZE_MAX")),
     ("small-pages", "buffers not on huge pages",
      "MADV_HUGEPAGE", "MADV_NOHUGEPAGE"),
     ("untouched", "the client's memory not touched beforehand",
@@ -698,11 +707,12 @@ def changed_source(name):
     """The source of 7_queue with one change."""
     with open(os.path.join(ROOT, "src/7_queue.cpp")) as file:
         source = file.read()
-    pattern, new = next(c[2:] for c in CHANGES if c[0] == name)
-    source, count = re.subn(pattern, new, source)
-    if count != 1:
-        raise RuntimeError(f"variant {name}: src/7_queue.cpp matches this {count} "
-                           f"times instead of once: {pattern}")
+    pairs = next(c[2:] for c in CHANGES if c[0] == name)
+    for pattern, new in zip(pairs[::2], pairs[1::2]):
+        source, count = re.subn(pattern, new, source)
+        if count != 1:
+            raise RuntimeError(f"variant {name}: src/7_queue.cpp matches this {count} "
+                               f"times instead of once: {pattern}")
     return source
 
 

@@ -1,0 +1,50 @@
+#!/bin/bash
+# Runs the tests over real verbs, on a machine whose kernel can do Soft-RoCE: this
+# one, or the virtual machine that machine.sh starts. test.sh has built the programs.
+#
+# Usage: scripts/rdma/inside.sh [PYTEST_OPTION...]
+set -euo pipefail
+cd "$(dirname "$0")/../.."
+. scripts/common.sh
+
+export BUILD=build/rdma/build
+# More time for the tests than on a real processor.
+export TIME_FACTOR=5
+scripts/soft-roce up
+trap 'scripts/soft-roce down' EXIT
+ulimit -l unlimited
+ibv_devinfo -d rxe0
+# With a device there, verbs is libfabric's first choice, so the tests of the default
+# provider run over verbs.
+export FI_UNIVERSE_SIZE=100
+env -u FI_PROVIDER $BUILD/4_hello --list | sed 1q
+
+test_over() {  # KIND_OF_DEVICE PYTEST_OPTION...
+  RDMA=$1 "$(python_with pytest xdist)" -m pytest -p no:cacheprovider --color=no \
+    -n 2 -v -rs "${@:2}"
+}
+
+# Left out: the other providers; what does not get as far as a network; what is about
+# a disk; network namespaces, for which rxe of Linux 6.1 does not work; and what
+# measures how much of a core a program takes, which says nothing on an emulated one.
+without=(shm net sockets ofi_rxd
+  help list wrong_arguments no_provider address_of second_signal allocator
+  names directory existing created permission attributes no_source disk_full
+  size_limit terminal beyond
+  two_hosts slow_cable
+  idle)
+status=0
+test_over rxe -k "$(printf 'not %s and ' "${without[@]}")not nothing" "$@" \
+  scripts/tests/test_rdma.py \
+  scripts/tests/test_{programs,failures,messages,malloc,file}.py || status=1
+
+if modprobe -q -n siw; then
+  run rdma link delete rxe0
+  run modprobe siw
+  run rdma link add siw0 type siw netdev rdma0
+  test_over siw "$@" scripts/tests/test_rdma.py || status=1
+  run rdma link delete siw0
+else
+  echo "There is no siw here, so nothing is tried over iWARP."
+fi
+exit $status

@@ -1,0 +1,130 @@
+"""The programs over real verbs: Soft-RoCE or another RDMA device, which
+scripts/rdma/inside.sh makes available. What the chapters say about verbs is tried
+here."""
+
+import re
+import shutil
+import signal
+import time
+
+import pytest
+
+from conftest import OVER_VERBS, PROGRAMS, QUICK, SUCCESS, FakeClient, is_here
+from test_messages import fill
+
+VERBS = "verbs;ofi_rxm"
+pytestmark = [
+    pytest.mark.builds("plain"),
+    pytest.mark.skipif(not is_here(VERBS), reason="there is no RDMA device here; "
+                       "make test-rdma brings one")]
+# iWARP has no immediate data, so 6 and 7 refuse to run.
+IWARP = OVER_VERBS == "siw"
+RUNNING = [program for program in PROGRAMS
+           if not (IWARP and program in ("6_write", "7_queue"))]
+with_imm_data = pytest.mark.skipif(IWARP, reason="iWARP has no immediate data")
+SIZES = {
+    "4_hello": [["x"], ["x" * 65536]],
+    "5_reverse": [["x"], ["0123456789" * 6000]],
+    "6_write": [["8", "1"], ["64", "1000"], ["1048576", "32"]],
+    "7_queue": [["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
+    "8_malloc": [["1"], ["200"]],
+    "9_file": [["0"], ["1"], ["1048577", "1"], ["30000000", "8"]],
+}
+
+
+@pytest.mark.parametrize("program", RUNNING)
+def test_data_over_verbs(serve, program):
+    """Small and large."""
+    server = serve(program, VERBS)
+    assert re.search(r"^domain: \w+, .*provider: verbs;ofi_rxm\b",
+                     server.process.output, re.M)
+    for args in SIZES[program]:
+        server.check_client(*args)
+    assert not server.errors()
+    server.stop()
+
+
+@pytest.mark.parametrize("program", RUNNING)
+def test_four_clients_over_verbs(serve, program):
+    server = serve(program, VERBS)
+    clients = [server.start_client(*QUICK.get(program, [])) for _ in range(4)]
+    for client in clients:
+        assert client.wait() == 0, client.output + server.process.output
+        assert SUCCESS[program] in client.output
+        server.check_file(client)
+    assert not server.errors()
+    server.stop()
+
+
+@pytest.mark.skipif(not IWARP, reason="this device has immediate data")
+@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+def test_iwarp_is_refused(run, build, program):
+    server = run([f"{build}/{program}"], VERBS)
+    assert server.wait() == 1
+    assert re.search(r"^error: \S+ has no immediate data; try another provider$",
+                     server.output, re.M)
+
+
+@with_imm_data
+def test_killed_client(serve):
+    """The server notices at once that a client in the middle of a transfer has gone,
+    and other clients are served."""
+    server = serve("7_queue", VERBS)
+    client = server.start_client("1048576", "64", "100000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    client.signal(signal.SIGKILL)
+    killed = time.monotonic()
+    server.process.wait_for(r"^\[1\] error: WRITE failed: ")
+    assert time.monotonic() - killed < 5
+    server.check_client()
+    server.stop()
+
+
+@with_imm_data
+@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+def test_wrong_key(run, serve, program):
+    """The adapter of the target refuses, without its program."""
+    server = serve(program, VERBS)
+    client = FakeClient(run, server)
+    client.open_session()
+    client.send(fill(program, addr=0xdead000, size=1 << 40, rkey=0x1234))
+    client.expect("error: WRITE failed: .*has it refused the access")
+    server.check_client()
+    assert len(server.errors()) == 1
+    server.stop()
+
+
+@with_imm_data
+def test_target_stands_still(serve):
+    """WRITEs go on while the target's program does not run at all: it is the adapter
+    that puts them in place."""
+    server = serve("7_queue", VERBS)
+    client = server.start_client("65536", "100", "1000000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    client.signal(signal.SIGSTOP)
+    time.sleep(1)
+
+    def written():
+        already = len(server.process.lines)
+        return int(server.process.wait_for(r"^\[1\] .*WRITE: +\d+%, (\d+)/",
+                                           after=already)[1])
+
+    first, second, third = written(), written(), written()
+    assert first < second < third
+    client.signal(signal.SIGCONT)
+    client.signal(signal.SIGINT)
+    assert client.wait() == 1
+    assert not server.errors()
+    server.stop()
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+@pytest.mark.parametrize("program", RUNNING)
+def test_locked_memory_over_verbs(run, build, program):
+    """An ordinary user whose limit of locked memory is low is told so."""
+    # Root is above that limit, but not without this capability.
+    process = run(["setpriv", "--bounding-set", "-ipc_lock", "bash", "-c",
+                   'ulimit -l 64; exec "$@"', "bash", f"{build}/{program}"], VERBS)
+    assert process.wait() == 1
+    assert re.search(r"^error: .*Cannot allocate memory .*`ulimit -l`", process.output,
+                     re.M), process.output

@@ -25,14 +25,18 @@ test_over() {  # KIND_OF_DEVICE PYTEST_OPTION...
 }
 
 # Left out: the other providers; what does not get as far as a network; what is about
-# a disk; network namespaces, for which rxe of Linux 6.1 does not work; and what
-# measures how much of a core a program takes, which says nothing on an emulated one.
+# a disk; network namespaces, for which rxe of Linux 6.1 does not work; what measures
+# how much of a core a program takes; and what takes an emulated processor longer than
+# the programs and the tests wait for each other, or than anybody waits for the tests.
 without=(shm net sockets ofi_rxd
   help list wrong_arguments no_provider address_of second_signal allocator
   names directory existing created permission attributes no_source disk_full
   size_limit terminal beyond
   two_hosts slow_cable
-  idle)
+  idle
+  crowd stood_still waiting memory_for_all nearly_everything many_senders largest
+  one_after test_signals at_the_start first_contact flood four_clients
+  nobody_reads bad_answers "(in_a_session and 9_file)")
 status=0
 test_over rxe -k "$(printf 'not %s and ' "${without[@]}")not nothing" "$@" \
   scripts/tests/test_rdma.py \

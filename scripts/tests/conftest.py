@@ -98,7 +98,12 @@ def is_here(provider):
 
 # libfabric's own choice, then the software providers that it has: net came with
 # libfabric 1.16 and went with 1.18.
-PROVIDERS = ["", *filter(is_here, ["shm", "net", "sockets", "udp;ofi_rxd"])]
+PROVIDERS = [""] if OVER_VERBS else \
+    ["", *filter(is_here, ["shm", "net", "sockets", "udp;ofi_rxd"])]
+
+
+def not_over_verbs(why):
+    return pytest.mark.skipif(bool(OVER_VERBS), reason=why)
 
 
 def make(*arguments, **env):

@@ -16,7 +16,7 @@ import time
 import pytest
 
 from conftest import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, QUICK, ROOT, SHORT,
-                      SUCCESS, Server, owned_shm_files)
+                      SUCCESS, TIME_FACTOR, Server, not_over_verbs, owned_shm_files)
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
@@ -63,6 +63,7 @@ def test_killed_clients(serve, program, provider):
     server.stop()
 
 
+@not_over_verbs("a stopped client still gets its WRITEs, so it does not fall silent")
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize(
     "program,provider", [("7_queue", provider) for provider in PROVIDERS
@@ -135,7 +136,7 @@ def test_server_gone(serve, run, build, program):
         assert " the same FI_PROVIDER?" in client.output or \
             "still running?" in client.output
         # 7 clients that all poll share two cores here.
-        assert client.seconds < 18
+        assert client.seconds < 18 * TIME_FACTOR
     for port in reserved:
         if port:
             port.close()
@@ -162,6 +163,7 @@ def test_server_killed_during_work(serve, program):
     assert time.monotonic() - killed < 15
 
 
+@not_over_verbs("the limit leaves libfabric too little for a connection")
 @pytest.mark.builds("plain")
 def test_no_memory(serve):
     """A server that gets no more memory says so to one client, and serves the

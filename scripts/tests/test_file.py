@@ -19,8 +19,8 @@ import pytest
 
 from conftest import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, LIBFABRIC_LEAKS,
                       PROVIDERS, PUT, READY, ROOT, SAVED, SUCCESS, FakeServer,
-                      FileSender, address_of, base, end, give_up, numbers, put,
-                      write_source)
+                      FileSender, address_of, base, end, give_up, not_over_verbs,
+                      numbers, put, write_source)
 
 MIB = 1 << 20  # bytes of a chunk
 # The checksums of the first chunks of a file of zeros: XXH3_64bits_withSeed of 1 MiB,
@@ -798,6 +798,8 @@ def test_senders_that_go(run, serve, provider):
     server.stop()
 
 
+@not_over_verbs("a server crashed there when it was ended in the middle of two files; "
+                "libfabric's issue 11828 may be the reason")
 @pytest.mark.builds("sanitized")
 def test_servers_that_go(serve):
     """Servers that are killed at any moment, and servers that end because of a

@@ -45,7 +45,7 @@ def test_data_over_verbs(serve, program):
 
 
 @pytest.mark.parametrize("program", RUNNING)
-def test_four_clients_over_verbs(serve, program):
+def test_clients_at_once(serve, program):
     server = serve(program, VERBS)
     clients = [server.start_client(*QUICK.get(program, [])) for _ in range(4)]
     for client in clients:

@@ -280,6 +280,7 @@ def test_client_signals(serve, program):
     server.stop()
 
 
+@pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.parametrize("program,args,started", [
     ("7_queue", LONG["7_queue"], "Sent RandomFill"), ("8_malloc", ["400"], "Borrowed")])
@@ -310,8 +311,8 @@ def test_client_signals_at_work(serve, program, args, started, provider):
 @two_providers
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_client_signals_at_the_start(serve, program, provider):
-    """Thirty clients that are interrupted in their first half second, also before
-    they have turned to the server, or while they do."""
+    """Clients that are interrupted in their first half second, also before they have
+    turned to the server, or while they do."""
     server = serve(program, provider)
 
     def interrupt(moment):
@@ -326,7 +327,9 @@ def test_client_signals_at_the_start(serve, program, provider):
         assert not owned_shm_files([client.popen.pid])
 
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
-        list(pool.map(interrupt, [random.uniform(0, 0.5) for _ in range(30)]))
+        # Over tcp, none has ever harmed the server.
+        count = 30 if provider == "shm" else 10
+        list(pool.map(interrupt, [random.uniform(0, 0.5) for _ in range(count)]))
     server.check_client()
     server.stop()
 
@@ -358,14 +361,17 @@ def test_idle(serve):
             fields = stat.read().rsplit(")", 1)[1].split()
         return int(fields[11]) + int(fields[12])
 
-    time.sleep(1)
-    before = [ticks(server) for server in servers]
-    started = time.monotonic()
-    time.sleep(3)
-    seconds = time.monotonic() - started
-    for server, earlier in zip(servers, before):
-        used = (ticks(server) - earlier) / os.sysconf("SC_CLK_TCK")
-        assert used / seconds < 0.05, (server.program, server.provider)
+    # On a busy machine, the first seconds may still be about the start.
+    busy = servers
+    for _ in range(3):
+        time.sleep(1)
+        before = [ticks(server) for server in busy]
+        started = time.monotonic()
+        time.sleep(3)
+        limit = 0.05 * (time.monotonic() - started) * os.sysconf("SC_CLK_TCK")
+        busy = [server for server, earlier in zip(busy, before)
+                if ticks(server) - earlier >= limit]
+    assert not busy, [(server.program, server.provider) for server in busy]
     list(pool.map(Server.stop, servers))
     pool.shutdown()
 

@@ -454,8 +454,8 @@ def test_interrupted_while_waiting(run, build, program, provider):
 
 
 @pytest.mark.builds("plain")  # they start faster
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program,provider",
+                         [("7_queue", ""), *((p, "shm") for p in PROGRAMS)])
 def test_client_interrupted_at_first_contact(run, build, program, provider):
     """A client that is interrupted before the server has looked at its first
     message waits for that, but not for long. Otherwise, the shm provider of
@@ -486,8 +486,8 @@ def test_client_interrupted_at_first_contact(run, build, program, provider):
 
 
 @pytest.mark.builds("plain")
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS[1:])
+@pytest.mark.parametrize("program,provider",
+                         [("7_queue", ""), *((p, "shm") for p in PROGRAMS[1:])])
 def test_server_interrupted_at_first_contact(run, serve, program, provider):
     """The same the other way round: the client has not yet looked at the ACCEPT."""
     server = serve(program, provider)

@@ -126,7 +126,8 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test test-rdma mutants bench bench-variants bench-file lint figures clean help
+.PHONY: demo test test-rdma mutants bench bench-variants bench-file lint figures \
+  clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:

@@ -163,7 +163,7 @@ def test_server_killed_during_work(serve, program):
     assert time.monotonic() - killed < 15
 
 
-@not_over_verbs("the limit leaves libfabric too little for a connection")
+@not_over_verbs("under that limit, no client gets through to the server")
 @pytest.mark.builds("plain")
 def test_no_memory(serve):
     """A server that gets no more memory says so to one client, and serves the

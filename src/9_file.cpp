@@ -1469,12 +1469,12 @@ struct PutClient {
 
   PutClient(Domain& domain, const std::string& path)
       : file(path), session(domain) {
-    // Some providers have no immediate data. With tcp;ofi_rxm (libfabric 1.17
-    // and 2.6), a server crashes if it closes an endpoint while a WRITE with
+    // Some providers have no immediate data. With ofi_rxm (libfabric 1.17 and
+    // 2.6), a server crashes if it closes an endpoint while a WRITE with
     // immediate data is arriving. NO_IMMEDIATE_DATA is for tests.
     imm_data =
         domain.info->domain_attr->cq_data_size >= sizeof(uint32_t) &&
-        strcmp(domain.info->fabric_attr->prov_name, "tcp;ofi_rxm") != 0 &&
+        strstr(domain.info->fabric_attr->prov_name, "ofi_rxm") == nullptr &&
         getenv("NO_IMMEDIATE_DATA") == nullptr;
   }
 

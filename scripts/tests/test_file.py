@@ -19,8 +19,8 @@ import pytest
 
 from conftest import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, LIBFABRIC_LEAKS,
                       PROVIDERS, PUT, READY, ROOT, SAVED, SUCCESS, FakeServer,
-                      FileSender, address_of, base, end, give_up, not_over_verbs,
-                      numbers, put, write_source)
+                      FileSender, address_of, base, end, give_up, numbers, put,
+                      write_source)
 
 MIB = 1 << 20  # bytes of a chunk
 # The checksums of the first chunks of a file of zeros: XXH3_64bits_withSeed of 1 MiB,
@@ -531,7 +531,7 @@ def test_credits(run, serve, imm_data):
     """A slot is lent again when its chunk has been saved, and not before. A chunk
     that nobody has asked for, or that comes twice, changes nothing; the order does
     not matter either."""
-    # With immediate data, tcp;ofi_rxm may crash.
+    # With immediate data, ofi_rxm may crash.
     server = serve("9_file", "shm" if imm_data else "", SLOW_DISK_MS="500")
     client = FileSender(run, server)
 
@@ -798,8 +798,6 @@ def test_senders_that_go(run, serve, provider):
     server.stop()
 
 
-@not_over_verbs("libfabric 1.17 crashes in fi_close while WRITEs with immediate data "
-                "arrive")
 @pytest.mark.builds("sanitized")
 def test_servers_that_go(serve):
     """Servers that are killed at any moment, and servers that end because of a

@@ -6,12 +6,14 @@ Usage: scripts/bench/bench.sh [--variants [NAME...]]
 Without arguments: 7_queue for each provider and page size, and in turn with it
   memcpy     one copy of the same pages,
   iperf3     one stream on the interface of the tcp provider,
+  perftest   ib_write_bw, which does the same by verbs alone (where the provider is
+             verbs),
   best loop  a bare loop around fi_writemsg (bench_loop.cpp) with the settings
              that a short calibration finds best for this provider and page size,
   our loop   the same loop with the settings of 7_queue.
 Then 7_queue and iperf3 in turn over a link of a known speed, between two network
-namespaces, where the machine permits it. Last the latency of a READ, in 8_malloc
-and in a bare loop.
+namespaces, where the machine permits it. Last the latency of a READ, in 8_malloc,
+in a bare loop, and over verbs in ib_read_lat.
 With --variants: 7_queue with one change, beside the unchanged program; all
 changes of CHANGES below, or those named.
 
@@ -32,6 +34,7 @@ import json
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import statistics
@@ -321,6 +324,45 @@ def measure_iperf3(ip, seconds=1, hosts=((), ())):
     return json.loads(output)["end"]["sum_received"]["bits_per_second"]
 
 
+# ---- perftest: the same by verbs, without libfabric ----
+
+def has_perftest(provider):
+    return "verbs" in provider and shutil.which("ib_write_bw") is not None
+
+
+def rdma_device(provider):
+    """The name of the device that 7_queue uses, such as mlx5_0."""
+    output = run(ANY_CORE, provider, os.path.join(BUILD, "7_queue"), "--list")
+    return re.search("^domain: ([^, ]+)", output, re.M)[1]
+
+
+def run_perftest(provider, program, size, iterations):
+    """Returns the columns of its result, as text."""
+    # Line by line, as on a terminal.
+    command = ["stdbuf", "-oL", program, "--ib-dev", rdma_device(provider),
+               "--size", str(size), "--iters", str(iterations),
+               "--port", free_port("127.0.0.1"), "--CPU-freq"]
+    with background(TARGET, "", *command) as server:
+        # It prints this before it listens.
+        read_until(server, "Waiting for client")
+        time.sleep(0.5)
+        output = run(WRITER, "", *command, "127.0.0.1")
+    return re.search(rf"^ {size} +{iterations} .*", output, re.M)[0].split()
+
+
+def measure_write_bw(provider, size, writes):
+    return float(run_perftest(provider, "ib_write_bw", size, max(5, writes))[4]) * 1e6
+
+
+def measure_read_lat(provider):
+    """From the typical latency, which is the median, in us."""
+    return 1e6 / float(run_perftest(provider, "ib_read_lat", READ_SIZE, 1000)[4])
+
+
+LATENCIES = {"8_malloc": measure_read, "READ loop": measure_read_loop,
+             "ib_read_lat": measure_read_lat}
+
+
 # ---- A link of a known speed ----
 
 LINK_SIZE = 65536  # the page size there, in bytes
@@ -474,21 +516,26 @@ def show(ratio):
     return "-" if ratio is None else f"{ratio:.2f}"
 
 
+# What 7_queue is compared with, and whether that is measured for each provider.
+LIMITS = {"best loop": True, "our loop": True, "memcpy": False, "iperf3": False,
+          "ib_write_bw": True}
+
+
 def print_table(results, providers, sizes):
+    limits = {name: own for name, own in LIMITS.items()
+              if any(key[0] == name for key in results.rates)}
     print("\n7_queue, and its ratio to each limit (medians):")
-    print(f"{'provider':<14} {'page size':>9} {'Gbps':>9} {'M WRITEs/s':>11} "
-          f"{'/ best loop':>12} {'/ our loop':>11} {'/ memcpy':>9} "
-          f"{'/ iperf3':>9}")
+    print(f"{'provider':<14} {'page size':>9} {'Gbps':>9} {'M WRITEs/s':>11} " +
+          " ".join(f"{'/ ' + name:>13}" for name in limits))
     for provider in providers:
         for size in sizes:
             key = ("7_queue", provider, size)
             rate = results.median(*key)
+            ratios = [results.ratio(key, (name, provider if own else "", size))
+                      for name, own in limits.items()]
             print(f"{provider:<14} {to_text(size):>9} "
-                  f"{rate * size * 8e-9:>9.3f} {rate * 1e-6:>11.4f} "
-                  f"{show(results.ratio(key, ('best loop', provider, size))):>12} "
-                  f"{show(results.ratio(key, ('our loop', provider, size))):>11} "
-                  f"{show(results.ratio(key, ('memcpy', '', size))):>9} "
-                  f"{show(results.ratio(key, ('iperf3', '', size))):>9}")
+                  f"{rate * size * 8e-9:>9.3f} {rate * 1e-6:>11.4f} " +
+                  " ".join(f"{show(ratio):>13}" for ratio in ratios))
 
 
 def print_limits(results, providers, sizes):
@@ -497,7 +544,8 @@ def print_limits(results, providers, sizes):
         print(f"\nTCP congestion control: {file.read().strip()}")
     print("\nThe limits, in Gbps:")
     names = [("memcpy", ""), ("iperf3", ""),
-             *((loop, p) for p in providers for loop in LOOPS)]
+             *((loop, p) for p in providers for loop in LOOPS),
+             *(("ib_write_bw", p) for p in providers if has_perftest(p))]
     print(f"{'page size':>9} " +
           " ".join(f"{' '.join(n).strip():>18}" for n in names))
     for size in sizes:
@@ -513,11 +561,12 @@ def print_limits(results, providers, sizes):
 
 def print_latency(results, providers):
     print(f"\nLatency of a READ of {READ_SIZE} bytes, in us (medians):")
-    print(f"{'provider':<14} {'8_malloc':>9} {'bare loop':>10}")
+    print(f"{'provider':<14}" + "".join(f"{name:>13}" for name in LATENCIES))
     for provider in providers:
-        print(f"{provider:<14} " + " ".join(
-            f"{1e6 / results.median(program, provider, READ_SIZE):>{width}.2f}"
-            for program, width in [("8_malloc", 9), ("READ loop", 10)]))
+        keys = [(name, provider, READ_SIZE) for name in LATENCIES]
+        print(f"{provider:<14}" + "".join(
+            f"{1e6 / results.median(*key):>13.2f}" if key in results.rates
+            else f"{'-':>13}" for key in keys))
 
 
 def print_reached(rows):
@@ -636,13 +685,16 @@ def measure_all(results, providers, sizes):
             return measure_queue(provider, size, writes)[0]
         if program == "memcpy":
             return measure_memcpy(size, writes)
+        if program == "ib_write_bw":
+            return measure_write_bw(provider, size, writes)
         return measure_loop(provider, size, writes,
                             results.settings[program, provider, size])[0]
 
     steps = [(program, provider, size) for size in sizes
              for program, provider in [
                  ("memcpy", ""),
-                 *((name, p) for name in ["7_queue", *LOOPS] for p in providers)]]
+                 *((name, p) for name in ["7_queue", *LOOPS] for p in providers),
+                 *(("ib_write_bw", p) for p in providers if has_perftest(p))]]
     progress = Progress(RUNS * (1 + len(steps)))
     ip = tcp_ip()
     for _ in range(RUNS):
@@ -656,14 +708,14 @@ def measure_all(results, providers, sizes):
 
 
 def measure_latency(results, providers):
-    """8_malloc and the bare loop, in turn."""
-    steps = {"8_malloc": measure_read, "READ loop": measure_read_loop}
-    progress = Progress(2 * RUNS * len(providers))
-    for provider in providers:
-        for _ in range(RUNS):
-            for program in random.sample(list(steps), 2):
-                results.add(program, provider, READ_SIZE, steps[program](provider))
-                progress.step(f"{program} {provider}")
+    """8_malloc, the bare loop and perftest, in turn."""
+    steps = [(program, provider) for provider in providers for program in LATENCIES
+             if program != "ib_read_lat" or has_perftest(provider)]
+    progress = Progress(RUNS * len(steps))
+    for _ in range(RUNS):
+        for program, provider in random.sample(steps, len(steps)):
+            results.add(program, provider, READ_SIZE, LATENCIES[program](provider))
+            progress.step(f"{program} {provider}")
 
 
 def measure_long(providers):

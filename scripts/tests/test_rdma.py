@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from conftest import OVER_VERBS, PROGRAMS, QUICK, SUCCESS, is_here
+from conftest import OVER_VERBS, PROGRAMS, QUICK, SUCCESS, FakeClient, is_here
 
 VERBS = "verbs;ofi_rxm"
 pytestmark = [
@@ -21,6 +21,7 @@ IWARP = OVER_VERBS == "siw"
 RUNNING = [program for program in PROGRAMS
            if not (IWARP and program in ("6_write", "7_queue"))]
 with_imm_data = pytest.mark.skipif(IWARP, reason="iWARP has no immediate data")
+MANY = 5000  # more messages than anybody has RECVs for
 SIZES = {
     "4_hello": [["x"], ["x" * 65536]],
     "5_reverse": [["x"], ["0123456789" * 6000]],
@@ -103,13 +104,57 @@ def test_target_stands_still(serve):
     server.stop()
 
 
-@pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+@pytest.mark.skipif(IWARP, reason="iWARP has no RNR")
+def test_no_recv(run, serve):
+    """The RECVs of a server that stands still are used up. From then on, the adapter
+    sends again and again (RNR, receiver not ready) until there is another RECV, and
+    nothing is lost."""
+    server = serve("4_hello", VERBS)
+    sender = FakeClient(run, server)
+    sender.send(b"first")
+    server.process.wait_for("^Received 5 bytes: first$")
+    server.process.signal(signal.SIGSTOP)
+    for _ in range(MANY):
+        sender.process.write("send " + b"more".hex())
+    sent = 0
+    while (now := sender.process.output.count("\nsent\n")) > sent:
+        sent = now
+        time.sleep(5)
+    assert 10 < sent < MANY
+    server.process.signal(signal.SIGCONT)
+    sender.process.wait_for("^sent$", count=1 + MANY)
+    server.process.wait_for("^Received 4 bytes: more$", count=MANY)
+    assert not server.errors()
+    server.stop()
+
+
+# An ordinary user's limit of locked memory, in KiB. Root is above it, but not without
+# this capability.
+LIMITED = ["setpriv", "--bounding-set", "-ipc_lock", "bash", "-c",
+           'ulimit -l $0; exec "$@"']
+with_setpriv = pytest.mark.skipif(shutil.which("setpriv") is None, reason="no setpriv")
+
+
+@with_setpriv
 @pytest.mark.parametrize("program", RUNNING)
 def test_locked_memory_over_verbs(run, build, program):
-    """An ordinary user whose limit of locked memory is low is told so."""
-    # Root is above that limit, but not without this capability.
-    process = run(["setpriv", "--bounding-set", "-ipc_lock", "bash", "-c",
-                   'ulimit -l 64; exec "$@"', "bash", f"{build}/{program}"], VERBS)
+    """A user whose limit of locked memory is low is told so."""
+    process = run([*LIMITED, "64", f"{build}/{program}"], VERBS)
     assert process.wait() == 1
     assert re.search(r"^error: .*Cannot allocate memory .*`ulimit -l`", process.output,
                      re.M), process.output
+
+
+@with_setpriv
+def test_8_mib_of_locked_memory(run, build, serve):
+    """With ofi_rxm's buffers as they are, the first SEND fails; with smaller ones,
+    4_hello gets by."""
+    for size, status in [("16384", 1), ("2048", 0)]:
+        server = serve("4_hello", VERBS, FI_OFI_RXM_BUFFER_SIZE=size)
+        client = run([*LIMITED, "8192", f"{build}/4_hello", server.address], VERBS,
+                     FI_OFI_RXM_BUFFER_SIZE=size)
+        assert client.wait() == status
+        assert status == 0 or re.search(
+            r"^error: SEND failed: Cannot allocate memory .*`ulimit -l`", client.output,
+            re.M), client.output
+        server.stop()

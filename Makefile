@@ -70,10 +70,11 @@ INSTALL := scripts/install-deps.sh installs what is missing
 
 # Programs that need xxHash are left out where it is not installed.
 ifeq ($(call has_header,xxhash.h),)
-LEFT_OUT := $(basename $(notdir $(shell grep -l '<xxhash.h>' src/*.cpp)))
+LEFT_OUT := $(filter $(basename $(notdir \
+  $(shell grep -l '<xxhash.h>' src/*.cpp))),$(PROGRAMS))
 endif
-NO_XXHASH = $(LEFT_OUT) needs xxHash (the package libxxhash-dev or \
-  xxhash-devel); $(INSTALL)
+NO_XXHASH = xxHash is missing (the package libxxhash-dev or xxhash-devel); \
+  $(INSTALL)
 NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
   libfabric-devel); $(INSTALL)
 
@@ -84,7 +85,7 @@ all: $(filter-out $(LEFT_OUT),$(PROGRAMS))
 $(PROGRAMS): %: $(BUILD)/%
 ifneq ($(LEFT_OUT),)
 all:
-	@echo 'not built: $(strip $(NO_XXHASH))' >&2
+	@echo 'not built: $(LEFT_OUT); $(strip $(NO_XXHASH))' >&2
 
 $(LEFT_OUT:%=$(BUILD)/%): FORCE
 	@$(error $(NO_XXHASH))
@@ -126,8 +127,8 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test test-rdma mutants bench bench-variants bench-file lint figures \
-  clean help
+.PHONY: demo test test-rdma mutants bench bench-variants bench-file bench-lock lint \
+  figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -164,12 +165,24 @@ bench-file:
 	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/9_file
 	@BUILD=$(BUILD) scripts/bench/bench.sh --file
 
+# RUNS, COUNT, PROVIDERS: see scripts/bench/bench_lock.py.
+bench-lock:
+	@scripts/install-deps.sh build bench
+	@$(MAKE) --no-print-directory $(BUILD)/10_lock
+	@BUILD=$(BUILD) scripts/bench/bench.sh --lock
+
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
 	@scripts/install-deps.sh build exercise
 	@$(MAKE) --no-print-directory $(BUILD)/sender \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
+
+# Builds a program with one thing broken on purpose, and says what to do with it:
+# make break-10.
+break-%:
+	@scripts/install-deps.sh build
+	@BUILD='$(BUILD)' scripts/breaks/run.sh $*
 
 # Shows what a program adds to the one that it is based on: make diff-7.
 diff-%:
@@ -196,8 +209,10 @@ help:
 	@echo 'make bench      measure 7_queue beside what this machine can do'
 	@echo 'make bench-variants  and what each of the things that made it fast does'
 	@echo 'make bench-file measure 9_file beside what this machine can do'
+	@echo 'make bench-lock measure 10_lock: one, two and four clients'
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
+	@echo 'make break-10   build a program with one thing broken on purpose'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'
 	@echo 'make clean      remove $(BUILD)/'

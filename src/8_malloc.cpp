@@ -375,9 +375,9 @@ struct RdmaOp {
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
   size_t len = 0;            // bytes; of a RECV, set when a message has arrived
-  size_t offset = 0;         // of a WRITE or a READ, in buf
-  uint64_t remote_addr = 0;  // of a WRITE or a READ: as the owner has said
-  uint64_t remote_key = 0;   // of a WRITE or a READ: from the owner, too
+  size_t offset = 0;         // of a one-sided operation, in buf
+  uint64_t remote_addr = 0;  // of a one-sided operation: as the owner has said
+  uint64_t remote_key = 0;   // of a one-sided operation: from the owner, too
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
 

@@ -561,9 +561,10 @@ def print_limits(results, providers, sizes):
 
 def print_latency(results, providers):
     print(f"\nLatency of a READ of {READ_SIZE} bytes, in us (medians):")
-    print(f"{'provider':<14}" + "".join(f"{name:>13}" for name in LATENCIES))
+    names = [name for name in LATENCIES if any(key[0] == name for key in results.rates)]
+    print(f"{'provider':<14}" + "".join(f"{name:>13}" for name in names))
     for provider in providers:
-        keys = [(name, provider, READ_SIZE) for name in LATENCIES]
+        keys = [(name, provider, READ_SIZE) for name in names]
         print(f"{provider:<14}" + "".join(
             f"{1e6 / results.median(*key):>13.2f}" if key in results.rates
             else f"{'-':>13}" for key in keys))
@@ -654,15 +655,14 @@ def write_results(results, name, draw_figure):
 
 # ---- The benchmark ----
 
-def providers_here():
+def providers_here(program=os.path.join(BUILD, "7_queue")):
     given = os.environ.get("PROVIDERS")
     if given:
         return given.split()
 
     def is_here(provider):
-        done = subprocess.run([os.path.join(BUILD, "7_queue"), "--list"],
-                              env=environment(provider), check=False,
-                              capture_output=True)
+        done = subprocess.run([program, "--list"], env=environment(provider),
+                              check=False, capture_output=True)
         return done.returncode == 0
     return [p for p in ["shm", "tcp", "efa", "verbs;ofi_rxm"] if is_here(p)]
 

@@ -531,6 +531,8 @@ def normalised(lines):
             continue
         if re.match(r"\[#*\.*\] +\d+% of ", line):
             continue
+        if re.match(r"\[\d+\] \d+/\d+ ", line):
+            continue
         if re.match(r"make(\[\d+\])?: .* is up to date\.$", line):
             continue
         result.append(line)

@@ -29,9 +29,9 @@ import threading
 import time
 import traceback
 
-from conftest import (ACCEPT, ALIVE, BUILD, BYE, CHUNK, CONNECT, END, ERROR,
-                      FILE_ALIVE, FREE, LIBFABRIC_LEAKS, MALLOC, PUT, ROOT, USAGE,
-                      Process, Server, owned_shm_files)
+from conftest import (ACCEPT, ALIVE, APPEND, BUILD, BYE, CHUNK, CONNECT, END, ERROR,
+                      FILE_ALIVE, FREE, JOIN, LIBFABRIC_LEAKS, MALLOC, PUT, REPORT,
+                      ROOT, TABLE_ALIVE, USAGE, Process, Server, owned_shm_files)
 
 SANITIZED = "build/sanitized"
 LONGEST = 65536  # bytes of a message
@@ -40,7 +40,7 @@ SESSIONS_PER_SENDER = 100  # because a sender keeps the buffers of all that it d
 # An endpoint of ofi_rxm is opened four times as fast if its queues are short.
 RXM_QUEUES = {f"FI_OFI_RXM_{name}_SIZE": "128"
               for name in ("TX", "RX", "MSG_TX", "MSG_RX")}
-REPORT = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
+SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # ---- The messages ----
 
@@ -65,6 +65,10 @@ FORMATS = {
     "END": (END, [("padding", "4s"), ("checksum", "Q")]),
     "ERROR": (ERROR, [("text", "252s")]),
     "ALIVE of 9_file": (FILE_ALIVE, []),
+    "JOIN": (JOIN, []),
+    "APPEND": (APPEND, [("client", "I"), ("count", "I")]),
+    "ALIVE of 10_lock": (TABLE_ALIVE, []),
+    "REPORT": (REPORT, [("entries", "I"), ("changes", "Q")]),
 }
 BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
               2**64 - 1]
@@ -158,6 +162,10 @@ def good_session(program, rng, number):
                  for _ in range(rng.randrange(1, 5))]
         return [Message(name, size=rng.choice([1, 64, 5000, 1 << 20]),
                         addr=rng.getrandbits(48)) for name in names]
+    if program == "10_lock":
+        return [Message("JOIN"), *(
+            Message(rng.choice(["JOIN", "APPEND", "ALIVE of 10_lock", "REPORT"]))
+            for _ in range(rng.randrange(4)))]
     # The slots are full of zeros, because nobody writes anything into them.
     chunks = rng.choice([0, 1, 1, 2, 3])
     messages = [
@@ -414,7 +422,7 @@ class Fuzzer:
         """Looks for reports of sanitizers, and forgets what is old."""
         lines = self.server.process.lines
         for line in lines[self.read:]:
-            assert not REPORT.search(line), line
+            assert not SANITIZER.search(line), line
         self.read = min(len(lines), 500)
         del lines[:-500]
         if self.program == "9_file":
@@ -513,7 +521,8 @@ def main():
     parser.add_argument("--every", type=int, default=1000,
                         help="messages between two honest clients (1000)")
     parser.add_argument("programs", nargs="*", metavar="PROGRAM", default=[
-        "5_reverse", "6_write", "7_queue", "8_malloc", "9_file"])
+        "5_reverse", "6_write", "7_queue", "8_malloc", "9_file",
+        "10_lock"])
     args = parser.parse_args()
     print(f"--seed {args.seed}", flush=True)
     for name, value in RXM_QUEUES.items():

@@ -33,6 +33,34 @@ class Mutant(typing.NamedTuple):
 
 
 MUTANTS = {
+    "compare": Mutant(
+        "a turn is ended by whoever has it, and only once", "10_lock",
+        """turn.Word()) == expected.Word();""",
+        """turn.Word()) != ~uint64_t{0};""",
+        "test_lock.py test_slow_holder"),
+    "lease": Mutant(
+        "the turn of a client that has died is ended", "10_lock",
+        "} else if (Clock::now() - changed_at > kLease) {",
+        "} else if (Clock::now() - changed_at > 1h) {",
+        "test_lock.py test_holder_that_goes and killed"),
+    "order-of-turn": Mutant(
+        "a ledger is in place before it is the valid one", "10_lock",
+        "[this] { return outstanding == 0; });",
+        "[this, type] { return outstanding == 0 || type == RdmaOpType::kWrite; });",
+        "test_lock.py test_late_writes"),
+    "aside": Mutant(
+        "a ledger that is valid is not written", "10_lock",
+        "if (turn.ledger == aside) ++aside;", "",
+        "test_lock.py test_holder_that_goes or test_slow_holder"),
+    "claim": Mutant(
+        "a record of the hash table belongs to one key", "10_lock",
+        "if (before == 0 || before == key) return place;", "return place;",
+        "test_lock.py test_together"),
+    "seat": Mutant(
+        "no two clients have the same seat", "10_lock",
+        "~Seat() { memory.free_seats.insert(seat); }",
+        "~Seat() { memory.free_seats.insert(0); }",
+        "test_lock.py test_seats"),
     "eagain": Mutant(
         "what libfabric has no room for is posted again", "4_hello",
         "if (ret == -FI_EAGAIN) return false;", "if (ret == -FI_EAGAIN) return true;",

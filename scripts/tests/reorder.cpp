@@ -8,6 +8,7 @@
 //   REORDER_COMPLETIONS_MS=N  completions of WRITEs appear N ms late (0), so
 //                             that the answer of the peer may come first
 //   NO_IMM_DATA=1             there is no immediate data, as with iWARP
+//   NO_ATOMICS=1              there are no atomic operations on 64 bits
 //   NO_MEMORY=send, NO_MEMORY=register
 //                             SENDs, or registrations of memory, find no memory
 //                             that may be locked, as where `ulimit -l` is low
@@ -23,6 +24,7 @@
 
 #include <dlfcn.h>
 #include <rdma/fabric.h>
+#include <rdma/fi_atomic.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_eq.h>
@@ -215,6 +217,10 @@ int EndpointClose(struct fid* fid) {
   return real->close(fid);
 }
 
+int NotValid(struct fid_ep*, enum fi_datatype, enum fi_op, size_t*) {
+  return -FI_EOPNOTSUPP;
+}
+
 int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
                  struct fid_ep** ep, void* context) {
   int ret = g_real_domain->endpoint(domain, info, ep, context);
@@ -223,6 +229,10 @@ int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
   (*ep)->fid.ops->bind = EndpointBind;
   (*ep)->fid.ops->control = EndpointControl;
   (*ep)->fid.ops->close = EndpointClose;
+  if (getenv("NO_ATOMICS") != nullptr) {
+    Replace((*ep)->atomic);
+    (*ep)->atomic->compwritevalid = NotValid;
+  }
   return 0;
 }
 

@@ -14,6 +14,7 @@ import pytest
 
 import bench
 import bench_file
+import bench_lock
 from conftest import ROOT, owned_shm_files
 
 # As little as can be measured.
@@ -45,7 +46,7 @@ def run_bench(build, *arguments, **env):
 
 def link_programs(folder):
     """Results are written beside the programs, but should not appear in build."""
-    for program in ["7_queue", "8_malloc", "9_file", "bench_loop"]:
+    for program in ["7_queue", "8_malloc", "9_file", "10_lock", "bench_loop"]:
         (folder / program).symlink_to(f"{ROOT}/build/{program}")
 
 
@@ -97,6 +98,20 @@ def test_bench(tmp_path):
             assert row["settings"] == bench.our_settings(row["provider"])
         else:
             assert row["settings"] == ""
+
+
+def test_lock(tmp_path):
+    link_programs(tmp_path)
+    output = run_bench(str(tmp_path), "--lock", COUNT="20")
+    rows = read_csv(tmp_path / "bench-lock.csv")
+    for provider in ["shm", "tcp"]:
+        table = output.split(f"\n{provider}, changes a second")[1].split("\n\n")[0]
+        assert len(re.findall(r"(?m)^\D+( +\d+){3}$", table)) == len(bench_lock.KINDS)
+        for kind in bench_lock.KINDS:
+            for clients in bench_lock.CLIENTS:
+                assert [float(row["changes_per_second"]) > 0 for row in rows
+                        if (row["provider"], row["clients"], row["kind"]) ==
+                        (provider, str(clients), kind)] == [True]
 
 
 def test_file(tmp_path):

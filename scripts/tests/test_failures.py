@@ -16,7 +16,8 @@ import time
 import pytest
 
 from conftest import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, QUICK, ROOT, SHORT,
-                      SUCCESS, TIME_FACTOR, Server, not_over_verbs, owned_shm_files)
+                      REFUSED, SUCCESS, TIME_FACTOR, Server, not_over_verbs,
+                      owned_shm_files)
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
@@ -32,6 +33,7 @@ LONG = {
     "7_queue": ["1048576", "200", "100000"],
     "8_malloc": ["100"],
     "9_file": ["1000000000", "1"],
+    "10_lock": ["10000"],
 }
 # What clients do that are not killed.
 OTHERS = {**QUICK, "6_write": ["65536", "100"], "7_queue": ["65536", "100", "3"]}
@@ -42,11 +44,11 @@ KILLS = int(os.environ.get("KILLS", "4"))
 @pytest.mark.builds("sanitized")  # it takes long
 @two_providers
 @pytest.mark.parametrize("program", [p for p in PROGRAMS
-                                     if p not in ("8_malloc", "9_file")])
+                                     if p not in ("8_malloc", "9_file", "10_lock")])
 def test_killed_clients(serve, program, provider):
     """Clients that are killed at any moment. They cost the others nothing, two of
-    which are there at any time. For 8_malloc and 9_file, see test_malloc.py and
-    test_file.py."""
+    which are there at any time. For the programs after 7_queue, see test_malloc.py,
+    test_file.py and test_lock.py."""
     server = serve(program, provider, **LIBFABRIC_LEAKS)
     with server.others(*OTHERS.get(program, [])):
         for _ in range(KILLS):
@@ -354,7 +356,8 @@ def test_idle(serve):
     """Servers that wait take less than 5 % of a core."""
     pool = concurrent.futures.ThreadPoolExecutor(8)
     servers = list(pool.map(lambda which: serve(*which),
-                            itertools.product(PROGRAMS, PROVIDERS)))
+                            sorted({*itertools.product(PROGRAMS, PROVIDERS)} -
+                                   {*REFUSED})))
 
     def ticks(server):
         with open(f"/proc/{server.process.popen.pid}/stat") as stat:
@@ -412,12 +415,12 @@ WRONG_SIZES = {
     "page too large": [ADDRESS, str((16 << 20) + 8), "1"],
     "too many": [ADDRESS, "8", "8", "8", "8"],
 }
-WRONG_BLOCKS = {
+WRONG_COUNT = {
     "zero": [ADDRESS, "0"],
     "negative": [ADDRESS, "-1"],
     "no number": [ADDRESS, "x"],
     "fraction": [ADDRESS, "1.5"],
-    "empty blocks": [ADDRESS, ""],
+    "empty count": [ADDRESS, ""],
     "space": [ADDRESS, " 1"],
     "too large": [ADDRESS, "1000001"],
     "overflow": [ADDRESS, str(2**64 + 1)],
@@ -448,8 +451,8 @@ def wrong_arguments(program):
     wrong = dict(WRONG)
     if program in ("4_hello", "5_reverse"):
         wrong.update(WRONG_TEXT)
-    elif program == "8_malloc":
-        wrong.update(WRONG_BLOCKS)
+    elif program in ("8_malloc", "10_lock"):
+        wrong.update(WRONG_COUNT)
     elif program == "9_file":
         # Otherwise, FILE is what is wrong.
         wrong = {what: [*args, "Makefile"] for what, args in WRONG.items()}

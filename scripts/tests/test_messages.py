@@ -13,9 +13,10 @@ import time
 import pytest
 
 from conftest import (ACCEPT, ALIVE, BUILD, BYE, CHUNK, CONNECT, CREDIT, ERROR,
-                      FREE, LIBFABRIC_LEAKS, MALLOC, PROGRAMS, QUICK, READY, REPLY,
-                      SAVED, SHORT, USAGE, FakeClient, address_message, base, end,
-                      give_up, numbers, put, request)
+                      FREE, JOIN, LIBFABRIC_LEAKS, MALLOC, PROGRAMS, QUICK, READY,
+                      REPLY, SAVED, SHORT, TABLE_ALIVE, TABLE_REPLY, USAGE, FakeClient,
+                      address_message, append, base, end, give_up, numbers, put, report,
+                      request)
 
 TEXT, RANDOM_FILL, PROGRESS = 4, 4, 5
 HUGE = 2**64 - 1
@@ -116,6 +117,19 @@ def session_messages(program):
             "type only": [base(FREE)],
             "after good ones": [base(ALIVE), request(MALLOC, 64),
                                 request(USAGE)[:-8]],
+        }
+    if program == "10_lock":
+        return {
+            "short": [b"x"],
+            "empty": [b""],
+            "type": [base(99)],
+            "CONNECT": [base(CONNECT) + bytes(260)],
+            "REPLY": [base(TABLE_REPLY) + bytes(44)],
+            "APPEND cut short": [append()[:-1]],
+            "REPORT cut short": [report()[:-1]],
+            "second REPORT": [report(), report()],
+            "after good ones": [base(TABLE_ALIVE), base(JOIN), append(), report(),
+                                base(0)],
         }
     if program == "9_file":
         good = put(size=9 << 20, slots=8)
@@ -235,6 +249,8 @@ def test_bye(run, serve, program, provider):
             work = request(MALLOC, 1 << 20)
         elif program == "9_file":
             work = put(size=9 << 20, slots=8)
+        elif program == "10_lock":
+            work = base(JOIN)
         else:
             work = fill(program, 1 << 20, indices=[0] * 20)
         client.open_session()

@@ -18,7 +18,7 @@ from conftest import PROGRAMS, ROOT, SUCCESS, make, number, numbered, parent
 # lines of that which it removes, in percent; and, for a program that replaces the
 # application, and drops whole sections, the lines that it adds before its own.
 MOST_REMOVED = 8
-MOST_ADDED = {"8_malloc": 45, "9_file": 45}
+MOST_ADDED = {"8_malloc": 45, "9_file": 45, "10_lock": 100}
 
 
 def scratch_make(tmp_path, *arguments, **env):
@@ -78,7 +78,7 @@ FAKE_COMPILER = """\
 [ "${!#}" != - ] || { ! grep -qF "<$MISSING>"; exit; }
 while [ $# -gt 0 ]; do [ "$1" != -o ] || touch "$2"; shift; done
 """
-USE_XXHASH = ["9_file"]
+USE_XXHASH = ["9_file", "10_lock"]
 
 
 @pytest.fixture
@@ -105,11 +105,11 @@ def test_make_without_xxhash(make_without):
     status, built, error = make_without("xxhash.h")
     assert status == 0
     assert built == [p for p in PROGRAMS if p not in USE_XXHASH]
-    assert re.fullmatch("not built: 9_file needs xxHash .*libxxhash-dev.*"
+    assert re.fullmatch("not built: 9_file 10_lock; xxHash is missing .*libxxhash-dev.*"
                         r"xxhash-devel.*install-deps\.sh.*\n", error)
     status, built, error = make_without("xxhash.h", "9_file")
     assert status == 2 and "9_file" not in built
-    assert re.fullmatch(r".*\*\*\* 9_file needs xxHash .*libxxhash-dev.*\n", error)
+    assert re.fullmatch(r".*\*\*\* xxHash is missing .*libxxhash-dev.*\n", error)
     assert make_without("xxhash.h", "7_queue")[::2] == (0, "")
 
 
@@ -141,6 +141,33 @@ def test_help_and_diff():
         headings = re.findall("^==== ([12])", output, re.M)
         assert headings == (["1", "2"] if program in MOST_ADDED else [])
     assert "first program" in make("diff-4")
+
+
+def test_breaks():
+    """Each patch fits a program exactly, and says at its top what to do. Whoever asks
+    for one that is not there is told which there are."""
+    numbers_of = []
+    for name in os.listdir(f"{ROOT}/scripts/breaks"):
+        program, extension = os.path.splitext(name)
+        if extension != ".patch":
+            continue
+        numbers_of.append(str(number(program)))
+        path = f"scripts/breaks/{name}"
+        done = subprocess.run(
+            ["git", "apply", "--check", "-v", path], cwd=ROOT, check=False, text=True,
+            capture_output=True, env={**os.environ, "LC_ALL": "C"})
+        assert done.returncode == 0, done.stderr
+        assert "offset" not in done.stderr
+        with open(f"{ROOT}/{path}") as file:
+            assert re.match(
+                r"Broken: (?s:.*)^  build/break/(?s:.*)\n\n"
+                rf"--- a/src/{program}\.cpp\n\+\+\+ b/src/{program}\.cpp\n",
+                file.read(), re.M)
+    done = subprocess.run(["scripts/breaks/run.sh", "99"], cwd=ROOT, check=False,
+                          text=True, capture_output=True)
+    assert done.returncode == 2
+    assert done.stderr == ("error: there is nothing to break in 99; there is in: "
+                           f"{' '.join(sorted(numbers_of, key=int))}\n")
 
 
 APPLICATION = """

@@ -1,0 +1,1695 @@
+// 10_lock: memory of one machine that several others change at once.
+//
+// The server registers memory and says where it is. The clients agree about it
+// among themselves: by atomic operations they take places in a log, wait their
+// turn for a lock, and claim records of a hash table.
+//
+// Based on 8_malloc.
+
+#include <rdma/fabric.h>
+#include <rdma/fi_atomic.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+// Has all of the checksums in the header, so there is no library to link.
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <charconv>
+#include <chrono>
+#include <cmath>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <utility>
+#include <vector>
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// ---------------------------------------------------------------------------
+// Constants
+// ---------------------------------------------------------------------------
+
+// The version of libfabric's interface that we ask for: the newest that we
+// know, but no newer than the headers, because an older library would offer
+// nothing.
+constexpr uint32_t kApiVersion =
+    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
+
+// What this program uses of libfabric: the capabilities of fi_getinfo(3).
+constexpr uint64_t kCaps = FI_MSG | FI_RMA | FI_ATOMIC;
+
+constexpr size_t kMaxAddressSize = 256;           // bytes
+constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
+constexpr size_t kBufferAlign = 4096;             // bytes
+constexpr size_t kHugePageSize = 2 << 20;         // bytes
+constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
+constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
+
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kDrainLimit = 1s;      // that we wait for what is in flight
+constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+
+constexpr auto kLease = 1s;             // without a change, then a turn is over
+constexpr auto kTurnPause = 50us;       // for each client before us
+constexpr size_t kMaxCount = 100'000;   // changes of each kind by a client
+constexpr size_t kLogSize = 1 << 20;    // entries
+constexpr size_t kNumRecords = 1024;    // of the hash table
+constexpr size_t kKeysPerClient = 32;   // of the hash table
+constexpr size_t kMaxReads = 100;       // of a record that changes meanwhile
+constexpr size_t kChunkSize = 1 << 16;  // bytes of a READ of the whole
+
+// After so many polls without a completion, a loop gives the core to others.
+// Not after each poll: one may move data without completing anything, and the
+// others may keep the core for long.
+constexpr size_t kPollsPerYield = 64;
+
+constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
+constexpr auto kReportPeriod = 1s;   // between two reports of progress
+constexpr auto kAlivePeriod = 1s;    // between two messages that we are alive
+
+// ---------------------------------------------------------------------------
+// Errors, signals, text
+// ---------------------------------------------------------------------------
+
+// Describes an error number of libfabric (fi_errno(3)).
+std::string ErrorText(int error) {
+  std::string text = fi_strerror(error);
+  if (error == FI_ENOMEM) {
+    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
+  }
+  return text;
+}
+
+// Throws if a function of libfabric has failed. Such functions return 0 or a
+// count if all went well, otherwise a negative error number.
+void FiCheck(ssize_t ret, const std::string& what) {
+  if (ret >= 0) return;
+  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+}
+
+// Owns an object of libfabric, and closes it. C++ destroys the members of a
+// struct in reverse order, so each object is declared after those that it uses.
+template <typename T>
+struct Owned {
+  T* ptr = nullptr;
+
+  Owned() = default;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  operator T*() const { return ptr; }
+  ~Owned() {
+    int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
+    if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
+  }
+};
+
+// Set by the first signal that asks us to end. All loops look at it, so that
+// everything is closed on the way out.
+std::atomic<bool> g_interrupted = false;
+
+void HandleSignal(int signum) {
+  g_interrupted = true;
+  signal(signum, SIG_DFL);  // a second one ends the process at once
+}
+
+void InstallSignalHandlers() {
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+}
+
+void CheckInterrupted() {
+  if (g_interrupted) throw std::runtime_error("interrupted");
+}
+
+// Replaces the control characters in a text from the other side, because a
+// terminal would obey them: those of ASCII, and U+0080 to U+009F in UTF-8.
+std::string Printable(std::string text) {
+  unsigned char before = 0;
+  for (char& character : text) {
+    auto byte = static_cast<unsigned char>(character);
+    bool control = byte < 0x20 || byte == 0x7f ||
+                   (before == 0xc2 && byte >= 0x80 && byte < 0xa0);
+    if (control) character = '?';
+    before = byte;
+  }
+  return text;
+}
+
+// ---------------------------------------------------------------------------
+// Addresses
+// ---------------------------------------------------------------------------
+
+// The address of an endpoint. Only its provider knows what the bytes mean, and
+// how many there are.
+using Address = std::vector<uint8_t>;
+
+std::string ToHex(const Address& address) {
+  std::string hex;
+  for (uint8_t byte : address) {
+    char digits[3];
+    snprintf(digits, sizeof(digits), "%02x", byte);
+    hex += digits;
+  }
+  return hex;
+}
+
+// Does the reverse of ToHex. Throws std::invalid_argument, which main() takes
+// for a wrong command line.
+Address ParseAddress(const std::string& hex) {
+  if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
+      hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
+    throw std::invalid_argument(
+        "ADDRESS is not an even number of hexadecimal digits, " +
+        std::to_string(2 * kMaxAddressSize) + " at most: \"" +
+        hex.substr(0, 80) + "\"");
+  }
+  Address address;
+  for (size_t i = 0; i < hex.size(); i += 2) {
+    address.push_back(
+        static_cast<uint8_t>(stoul(hex.substr(i, 2), nullptr, 16)));
+  }
+  return address;
+}
+
+// ---------------------------------------------------------------------------
+// Domain and buffers
+// ---------------------------------------------------------------------------
+
+// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
+std::string ProviderSetting() {
+  const char* provider = getenv("FI_PROVIDER");
+  return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
+}
+
+// What fi_getinfo(3) says about an interface, and about those after it; and the
+// function that frees it.
+using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+
+// Asks libfabric for the interfaces that can do what we need (`caps`), the best
+// first. FI_PROVIDER narrows the choice.
+Info GetInfo(uint64_t caps) {
+  Info hints(fi_allocinfo(), fi_freeinfo);
+  if (hints == nullptr) throw std::bad_alloc();
+  hints->caps = caps;
+  // Reliable, whole messages, and one endpoint for any number of peers.
+  hints->ep_attr->type = FI_EP_RDM;
+  // Demands that we can meet. The answer keeps those that the provider makes.
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // Messages to the same peer must arrive in the order of their SENDs.
+  hints->tx_attr->msg_order = FI_ORDER_SAS;
+  hints->rx_attr->msg_order = FI_ORDER_SAS;
+
+  struct fi_info* info = nullptr;
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+          ProviderSetting() +
+              "fi_getinfo finds no interface that can do what this "
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is)");
+  return Info(info, fi_freeinfo);
+}
+
+// Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
+// have a NIC: the software providers leave it null.
+double LinkGbps(const struct fi_info* info) {
+  if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
+  return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
+}
+
+std::string DescribeNic(const struct fi_info* info) {
+  std::string text;
+  if (info->nic != nullptr && info->nic->device_attr != nullptr &&
+      info->nic->device_attr->name != nullptr) {
+    text += ", nic: " + std::string(info->nic->device_attr->name);
+  }
+  if (LinkGbps(info) > 0) {
+    text += ", link: " + std::to_string(std::lround(LinkGbps(info))) + "Gbps";
+  }
+  return text;
+}
+
+// Describes an interface in one line.
+std::string Describe(const struct fi_info* info) {
+  return "domain: " + std::string(info->domain_attr->name) +
+         ", fabric: " + info->fabric_attr->name +
+         ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
+}
+
+// An interface that has been opened: its fabric, which is the network, and its
+// domain, which is our access to the adapter.
+struct Domain {
+  Info info;
+  Owned<struct fid_fabric> fabric;
+  Owned<struct fid_domain> domain;
+  uint64_t next_key = 1;
+  // Makes a WRITE complete only when the data is in the peer's memory.
+  uint64_t write_flags = FI_DELIVERY_COMPLETE;
+
+  // Opens the first interface of a list.
+  explicit Domain(Info list) : info(std::move(list)) {
+    printf("%s\n", Describe(info.get()).c_str());
+    FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
+    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    // The shm provider copies the data of a WRITE in time even if we do not ask
+    // for that. If we ask, the provider of libfabric 1.17 has the other side
+    // copy it under a lock, and waits for ever if that side is killed.
+    if (strcmp(info->fabric_attr->prov_name, "shm") == 0) write_flags = 0;
+  }
+
+  // Returns the greatest length of a message, in bytes. Server and client use
+  // the same provider, so it is the same for both.
+  size_t MaxMessageSize() const {
+    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
+  }
+};
+
+// Memory, and the function that frees it.
+using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+
+// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+Memory AllocHost(size_t size) {
+  size_t align = kBufferAlign;
+  // Large buffers are on huge pages, which need fewer entries in the page
+  // tables and in the adapter's copy of them.
+  if (size >= kHugePageSize) align = kHugePageSize;
+  size_t rounded = (size + align - 1) / align * align;
+  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) throw std::bad_alloc();
+  if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
+  memset(data.get(), 0, rounded);
+  return data;
+}
+
+// Registered memory: the adapter knows it, and which operations may use it
+// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
+// adapter may use its buffer at any time, so declare a buffer before the
+// Network that uses it. Then C++ closes the Network first.
+struct Buffer {
+  size_t size;  // bytes
+  Memory data;
+  Owned<struct fid_mr> mr;
+
+  Buffer(Domain& domain, size_t bytes, uint64_t access)
+      : size(bytes), data(AllocHost(bytes)) {
+    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
+    struct fi_mr_attr attr = {};
+    attr.mr_iov = &iov;
+    attr.iov_count = 1;
+    attr.access = access;
+    // Used by providers that let us choose the key (those without
+    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
+    attr.requested_key = domain.next_key++;
+    FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
+            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Operations and completions
+// ---------------------------------------------------------------------------
+
+enum class RdmaOpType : uint8_t {
+  kRecv,
+  kSend,
+  kWrite,
+  kRead,
+  kFetchAdd,
+  kCompareSwap
+};
+
+// The numbers of an atomic operation, which are in its buffer, at its offset.
+// It changes one word of 64 bits at the peer.
+struct AtomicNumbers {
+  uint64_t operand;   // that is added, or that replaces the word
+  uint64_t expected;  // of a compare-and-swap: only this word is replaced
+  uint64_t before;    // set at completion: the word as it was
+};
+
+// A work request: an operation for libfabric to do, and the function to call
+// once when it is done, which may post others.
+struct RdmaOp {
+  // Must come first: some providers keep notes of their own here while the
+  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
+  struct fi_context2 context = {};
+  RdmaOpType type = RdmaOpType::kRecv;
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
+  Buffer* buf = nullptr;
+  size_t len = 0;            // bytes; of a RECV, set when a message has arrived
+  size_t offset = 0;         // of a one-sided operation, in buf
+  uint64_t remote_addr = 0;  // of a one-sided operation: as the owner has said
+  uint64_t remote_key = 0;   // of a one-sided operation: from the owner, too
+  std::function<void(const RdmaOp&)> callback = nullptr;
+  std::string error = {};  // set at completion; empty if all went well
+
+  // Returns whether the peer's program takes no part in it.
+  bool OneSided() const { return type > RdmaOpType::kSend; }
+
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    constexpr const char* kNames[] = {
+        "RECV", "SEND", "WRITE", "READ", "FETCH-AND-ADD", "COMPARE-AND-SWAP"};
+    std::string hint;
+    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
+    if (OneSided()) hint += " Or has it refused the access?";
+    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
+                             (" failed: " + error) + hint);
+  }
+};
+
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
+struct Network {
+  Domain& domain;
+  std::deque<RdmaOp> ops;         // as many as were ever in use at a time
+  std::vector<RdmaOp*> free_ops;  // those of them that are not in use
+
+  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
+
+  Address addr;  // our own
+  // When anything but a SEND has last completed.
+  Clock::time_point last_completion = Clock::now();
+  Owned<struct fid_av> av;
+  Owned<struct fid_cq> cq;
+  Owned<struct fid_eq> eq;
+  Owned<struct fid_ep> ep;
+
+  explicit Network(Domain& open_domain) : domain(open_domain) {
+    struct fi_av_attr av_attr = {};
+    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
+    struct fi_cq_attr cq_attr = {};
+    cq_attr.size = kCompletionQueueSize;
+    cq_attr.format = FI_CQ_FORMAT_DATA;
+    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+            "fi_cq_open");
+    // Without an event queue, the efa provider ends the process on some errors
+    // of a peer. We never read it: such a peer falls silent, and we notice.
+    struct fi_eq_attr eq_attr = {};
+    FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
+            "fi_eq_open");
+
+    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+            "fi_endpoint");
+    // The shm provider has just put handlers of its own before ours. They take
+    // our memory away at once, and the other side does not survive that.
+    if (!g_interrupted) InstallSignalHandlers();
+    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
+    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
+            "fi_ep_bind (completion queue)");
+    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_enable(ep), "fi_enable");
+
+    size_t length = kMaxAddressSize;
+    addr.resize(length);
+    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    addr.resize(length);
+  }
+
+  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
+  // that does not exist shows later, as an error or as silence.
+  fi_addr_t AddPeerAddress(const Address& address) {
+    // An address that is a name ends with a zero byte and begins as ours does.
+    // Any other address is as long as ours.
+    bool fits = domain.info->addr_format == FI_ADDR_STR
+                    ? !address.empty() && address.back() == 0 &&
+                          address.front() == addr.front()
+                    : address.size() == addr.size();
+    fi_addr_t peer = FI_ADDR_UNSPEC;
+    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+      throw std::runtime_error("\"" + ToHex(address) +
+                               "\" is not an address of provider " +
+                               domain.info->fabric_attr->prov_name +
+                               "; do both sides use the same FI_PROVIDER?");
+    }
+    return peer;
+  }
+
+  // Hands an operation to libfabric, or keeps it until there is room. Its
+  // buffer must not change until it has completed. Once one operation has to
+  // wait, all later ones wait behind it, so that none overtakes another.
+  void Post(RdmaOp request) {
+    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
+    RdmaOp* op = free_ops.back();
+    *op = std::move(request);
+    free_ops.pop_back();
+    pending_ops.push_back(op);
+    ProgressPendingOps();
+  }
+
+  // Hands over what is waiting, as far as libfabric has room.
+  void ProgressPendingOps() {
+    while (!pending_ops.empty()) {
+      RdmaOp* op = pending_ops.front();
+      ssize_t ret = Submit(op);
+      if (ret == -FI_EAGAIN) return;  // reading completions makes room
+      pending_ops.pop_front();
+      if (ret != 0) op->error = ErrorText(static_cast<int>(-ret));
+      op->Check();
+    }
+  }
+
+  // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
+  ssize_t Submit(RdmaOp* op) {
+    if (op->type > RdmaOpType::kRead) return SubmitAtomic(op);
+    void* desc = fi_mr_desc(op->buf->mr);
+    struct iovec iov = {.iov_base = &op->buf->data[op->offset],
+                        .iov_len = op->len};
+    if (op->OneSided()) {
+      struct fi_rma_iov remote = {
+          .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
+      struct fi_msg_rma msg = {};
+      msg.msg_iov = &iov;
+      msg.desc = &desc;
+      msg.iov_count = 1;
+      msg.addr = op->peer;
+      msg.rma_iov = &remote;
+      msg.rma_iov_count = 1;
+      msg.context = op;
+      // No level to ask for: a READ is complete when its data is here.
+      if (op->type == RdmaOpType::kRead) return fi_readmsg(ep, &msg, 0);
+      return fi_writemsg(ep, &msg, domain.write_flags);
+    }
+    struct fi_msg msg = {};
+    msg.msg_iov = &iov;
+    msg.desc = &desc;
+    msg.iov_count = 1;
+    msg.addr = op->peer;
+    msg.context = op;
+    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
+    // Complete only when the data is in place at the peer. The default of a
+    // provider may be a weaker level (fi_cq(3)).
+    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
+  }
+
+  // The same for an atomic operation. See fi_atomic(3).
+  ssize_t SubmitAtomic(RdmaOp* op) {
+    void* desc = fi_mr_desc(op->buf->mr);
+    auto* numbers =
+        reinterpret_cast<AtomicNumbers*>(&op->buf->data[op->offset]);
+    // They count words, where an iovec counts bytes.
+    struct fi_ioc operand = {.addr = &numbers->operand, .count = 1};
+    struct fi_ioc expected = {.addr = &numbers->expected, .count = 1};
+    struct fi_ioc before = {.addr = &numbers->before, .count = 1};
+    struct fi_rma_ioc remote = {
+        .addr = op->remote_addr, .count = 1, .key = op->remote_key};
+    struct fi_msg_atomic msg = {};
+    msg.msg_iov = &operand;
+    msg.desc = &desc;
+    msg.iov_count = 1;
+    msg.addr = op->peer;
+    msg.rma_iov = &remote;
+    msg.rma_iov_count = 1;
+    msg.datatype = FI_UINT64;
+    msg.context = op;
+    if (op->type == RdmaOpType::kFetchAdd) {
+      msg.op = FI_SUM;
+      return fi_fetch_atomicmsg(ep, &msg, &before, &desc, 1, 0);
+    }
+    msg.op = FI_CSWAP;
+    return fi_compare_atomicmsg(ep, &msg, &expected, &desc, 1, &before, &desc,
+                                1, 0);
+  }
+
+  // Reads what has completed and calls back. Many providers work only while we
+  // read: they have no thread of their own. Returns the number of completions.
+  // Throws if something is wrong with the endpoint, or if a callback does.
+  size_t PollCompletion() {
+    ProgressPendingOps();
+    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    if (ret == -FI_EAGAIN) return 0;
+    if (ret == -FI_EAVAIL) {
+      ReadError();
+      return 1;
+    }
+    FiCheck(ret, "fi_cq_read");
+    // A callback that throws must not cost the entries after it.
+    std::exception_ptr failure;
+    for (ssize_t i = 0; i < ret; ++i) {
+      try {
+        Complete(cqe[i].op_context, cqe[i].len, "");
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
+    return static_cast<size_t>(ret);
+  }
+
+  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  void Complete(void* context, size_t len, const std::string& error) {
+    if (context == nullptr) return;  // not an operation of ours
+    auto* op = static_cast<RdmaOp*>(context);
+    RdmaOp done = std::move(*op);
+    free_ops.push_back(op);
+    // A SEND may complete on this side alone: it says nothing about the peer.
+    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    done.error = error;
+    if (done.type == RdmaOpType::kRecv && error.empty()) {
+      if (len > done.len) done.error = "the message is longer than the buffer";
+      done.len = len;
+    }
+    done.callback(done);
+  }
+
+  // Reads a failed operation, which is the next entry of the completion queue.
+  // Only fi_cq_readerr can read it.
+  void ReadError() {
+    struct fi_cq_err_entry entry = {};
+    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_cq_readerr");
+    std::string error = ErrorText(entry.err);
+    const char* detail =
+        fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
+    // Some providers do not say which operation has failed.
+    if (entry.op_context == nullptr) {
+      throw std::runtime_error("an operation failed: " + error);
+    }
+    Complete(entry.op_context, 0, error);
+  }
+
+  // Polls until `done` returns true. Error messages begin with `what`. During
+  // the first `grace`, it goes on in spite of a signal. Only a client waits
+  // like this; a server must not, because all its clients would have to wait,
+  // too.
+  void WaitUntil(const char* what, const std::function<bool()>& done,
+                 Clock::duration grace = 0s,
+                 std::chrono::seconds limit = kSilenceLimit) {
+    Clock::time_point start = Clock::now();
+    last_completion = start;
+    size_t empty_polls = 0;
+    while (!done()) {
+      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
+      if (PollCompletion() > 0) continue;
+      if (++empty_polls % kPollsPerYield != 0) continue;
+      CheckSilence(what, limit);
+      if (Clock::now() - last_completion > kQuietLimit) {
+        std::this_thread::sleep_for(kIdlePause);
+      } else {
+        // The other side may need the core to answer us.
+        std::this_thread::yield();
+      }
+    }
+  }
+
+  // Throws if nothing has completed for too long: some providers never report
+  // that a peer has gone, and silence is all that there is to notice.
+  void CheckSilence(const char* what,
+                    std::chrono::seconds limit = kSilenceLimit) const {
+    if (Clock::now() - last_completion < limit) return;
+    throw std::runtime_error(
+        std::string(what) + ": nothing has happened for " +
+        std::to_string(limit.count()) +
+        " s; is the other side running, with the same FI_PROVIDER?");
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Messages and sessions
+// ---------------------------------------------------------------------------
+
+using Message = std::string;  // any bytes
+
+enum class AppMessageType : uint32_t {
+  kConnect = 1,  // client: this is my address
+  kAccept = 2,   // server: this is the address of the endpoint that serves you
+  kBye = 3,      // client: I want nothing more
+
+  kJoin = 4,    // client: where is your memory, and who am I?
+  kAppend = 5,  // client: append this entry to a log of your own
+  kReply = 6,   // server: the answer to either of these
+  kReport = 7,  // client: this is what I have changed
+  kAlive = 8,   // client: I am still at it
+};
+
+// The beginning of each message.
+struct AppMessageBase {
+  AppMessageType type;
+};
+
+// A CONNECT or an ACCEPT.
+struct AppConnectMessage {
+  AppMessageBase base;
+  uint32_t addr_size;  // bytes used of addr
+  uint8_t addr[kMaxAddressSize];
+};
+
+// Numbers travel as they are in memory, so both sides need the same byte order.
+static_assert(std::endian::native == std::endian::little,
+              "the numbers in messages are little-endian");
+
+std::runtime_error BadMessage(const std::string& what) {
+  return std::runtime_error("bad message: " + what);
+}
+
+// Returns the type of a message, or 0 if it is too short to have one.
+AppMessageType TypeOf(const Message& message) {
+  AppMessageBase base = {};
+  if (message.size() >= sizeof(base)) {
+    memcpy(&base, message.data(), sizeof(base));
+  }
+  return base.type;
+}
+
+// Copies the beginning of a message into a struct that starts with an
+// AppMessageBase. Throws if the message is too short for it, or of another
+// type.
+template <typename T>
+T ReadMessage(const Message& message, AppMessageType type) {
+  if (message.size() < sizeof(T) || TypeOf(message) != type) {
+    throw BadMessage(std::to_string(message.size()) + " bytes of type " +
+                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
+  }
+  T head;
+  memcpy(&head, message.data(), sizeof(head));
+  return head;
+}
+
+// Returns the address in a CONNECT or an ACCEPT.
+Address ReadAddress(const Message& message, AppMessageType type) {
+  auto connect = ReadMessage<AppConnectMessage>(message, type);
+  if (message.size() != sizeof(connect) ||
+      connect.addr_size > sizeof(connect.addr)) {
+    throw BadMessage("its sizes do not fit together");
+  }
+  return {connect.addr, connect.addr + connect.addr_size};
+}
+
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
+struct Session {
+  Domain& domain;
+  std::list<Buffer> bufs;           // of all RECVs and SENDs
+  std::deque<RdmaOp> arrivals;      // completed RECVs
+  std::vector<Buffer*> idle_sends;  // those without a message
+  size_t unsent = 0;                // messages whose SEND has not completed
+  Network net;
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), net(open_domain) {
+    for (size_t i = 0; i < kRecvCount; ++i) {
+      PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+    }
+  }
+
+  // Posts a RECV: the next message, from anybody, goes into `buf`.
+  void PostRecv(Buffer& buf) {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    net.Post({.type = RdmaOpType::kRecv,
+              .buf = &buf,
+              .len = buf.size,
+              .callback = arrived});
+  }
+
+  // Takes out the next message, if there is one. Throws if its RECV has failed,
+  // because the message was too long, for example.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    Message message;
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
+    }
+    PostRecv(*recv.buf);
+    recv.Check();
+    return message;
+  }
+
+  // Sends a copy of a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    size_t len = sizeof(head) + tail.size();
+    if (len > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " + std::to_string(len) +
+                               " bytes is too long for this provider");
+    }
+    if (idle_sends.empty()) {
+      idle_sends.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
+    }
+    Buffer* buf = idle_sends.back();
+    idle_sends.pop_back();
+    memcpy(buf->data.get(), &head, sizeof(head));
+    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    ++unsent;
+    RdmaOp send = {.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = buf,
+                   .len = len,
+                   .callback = [this](const RdmaOp& op) {
+                     op.Check();
+                     --unsent;
+                     idle_sends.push_back(op.buf);
+                   }};
+    net.Post(std::move(send));
+  }
+
+  // Sends our address: in a CONNECT or an ACCEPT.
+  void SendAddress(AppMessageType type) {
+    AppConnectMessage connect = {};
+    connect.base.type = type;
+    connect.addr_size = static_cast<uint32_t>(net.addr.size());
+    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    Send(connect);
+  }
+
+  // Server: tells a client which endpoint serves it.
+  void Accept(const Address& client_addr) {
+    peer = net.AddPeerAddress(client_addr);
+    SendAddress(AppMessageType::kAccept);
+  }
+
+  // Client: asks the server for an endpoint of its own, and waits for it.
+  void Connect(const Address& server_addr) {
+    peer = net.AddPeerAddress(server_addr);
+    // A signal may come before the first contact, or wait for it. In between,
+    // the shm provider of libfabric 1.17 would end the other process with ours.
+    CheckInterrupted();
+    SendAddress(AppMessageType::kConnect);
+    net.WaitUntil(
+        "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
+    printf("Sent CONNECT message to server\n");
+    // The server answers at once, unless it serves as many clients as it can.
+    // Anything else that arrives was meant for an earlier owner of our address.
+    std::optional<Message> message;
+    net.WaitUntil(
+        "waiting for ACCEPT (the server may have too many clients)",
+        [&] {
+          message = Take();
+          return message && TypeOf(*message) == AppMessageType::kAccept;
+        },
+        0s, kAcceptLimit);
+    peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
+  }
+
+  // Client: tells the server that we want nothing more, which spares it waiting
+  // for our silence.
+  void SayBye(std::chrono::seconds limit = kSilenceLimit) {
+    try {
+      Send(AppMessageBase{AppMessageType::kBye});
+      net.WaitUntil(
+          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+    } catch (const std::runtime_error&) {
+      // The server will notice our silence.
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------
+// The application
+// ---------------------------------------------------------------------------
+
+// Prints how to reach the server.
+void PrintClientCommand(const char* program, const Network& net) {
+  printf("Run the client with the following command:\n  %s%s %s\n",
+         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+}
+
+// Prints a line about a client. The number says which one. On a terminal, a
+// line that shows progress is replaced by the next line about the same client.
+void PrintLine(FILE* file, size_t number, const std::string& text,
+               bool progress = false) {
+  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
+  if (open_line != 0) {
+    printf(open_line == number ? "\r\033[K" : "\n");
+    fflush(stdout);
+  }
+  progress &= isatty(fileno(file)) == 1;
+  open_line = progress ? number : 0;
+  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
+  fflush(file);
+}
+
+// Memory that its owner lets the other side use.
+struct AppMemoryRegion {
+  uint64_t addr;
+  uint64_t size;  // bytes
+  uint64_t rkey;
+};
+
+// An entry of a log. Each client counts its own entries, from 0.
+struct LogEntry {
+  uint32_t client;  // its number; 0 means that nobody has written the entry
+  uint32_t count;
+};
+
+struct AppAppendMessage {
+  AppMessageBase base;
+  LogEntry entry;
+};
+
+// Sent when the client has changed everything, and before it checks that.
+struct AppReportMessage {
+  AppMessageBase base;
+  uint32_t num_entries;
+  uint64_t num_changes;
+};
+
+// The answer to a JOIN or an APPEND. Client and server exchange the key by it:
+// it says where the shared memory is, and with which key it can be used.
+struct AppReplyMessage {
+  AppMessageBase base;
+  uint32_t client;        // the number of the client, from 1
+  uint32_t seat;          // its seat: a number below kMaxClients
+  AppMemoryRegion table;  // the shared memory
+  uint64_t ticket;        // of an APPEND: the place of the entry
+};
+
+// The record that the lock protects. It is more than one word, so no atomic
+// operation can change it.
+struct Ledger {
+  uint64_t total;                 // of all changes
+  uint64_t changes[kMaxClients];  // by seat
+
+  uint64_t Sum() const {
+    return std::accumulate(std::begin(changes), std::end(changes), uint64_t{0});
+  }
+};
+
+// The state of the lock, which is one word: whose turn it is, and which of the
+// ledgers is the valid one.
+struct Turn {
+  uint64_t ticket;
+  uint64_t ledger;
+
+  uint64_t Word() const { return ticket * 256 + ledger; }
+  static Turn FromWord(uint64_t word) { return {word / 256, word % 256}; }
+};
+static_assert(2 * kMaxClients <= 256);
+
+// A record of the hash table. Whoever puts the key there owns the record, and
+// nobody else writes it.
+struct Record {
+  uint64_t key;       // 0 means that the record is free
+  uint64_t version;   // counts the WRITEs; 0 before the first
+  uint64_t checksum;  // of all but itself
+  uint8_t data[232];
+
+  uint64_t Checksum() const {
+    return XXH3_64bits_withSeed(data, sizeof(data), key * 31 + version);
+  }
+  bool IsValid() const { return version == 0 || checksum == Checksum(); }
+};
+
+// What the clients change. It begins as zeros. Words that many change are in
+// lines of the cache of their own.
+struct SharedTable {
+  alignas(64) uint64_t tickets;       // for places in the log: the next one
+  alignas(64) uint64_t lock_tickets;  // for the lock: the next one
+  alignas(64) uint64_t turn;          // the word of a Turn
+  // Each seat has two, and writes to the one that is not valid.
+  alignas(64) Ledger ledgers[2 * kMaxClients];
+  alignas(64) Record records[kNumRecords];
+  LogEntry log[kLogSize];
+};
+
+// Throws if the provider has no atomic operations on words of 64 bits.
+void CheckAtomics(const Network& net) {
+  size_t max_count = 0;
+  if (fi_fetch_atomicvalid(net.ep, FI_UINT64, FI_SUM, &max_count) == 0 &&
+      fi_compare_atomicvalid(net.ep, FI_UINT64, FI_CSWAP, &max_count) == 0) {
+    return;
+  }
+  throw std::runtime_error(
+      std::string(net.domain.info->fabric_attr->prov_name) +
+      " has no atomic operations on 64 bits; try another provider");
+}
+
+// The memory that the server registers for its clients. The server looks at it
+// only when it has no client.
+struct SharedMemory {
+  Buffer buf;
+  AppMemoryRegion region;
+  std::set<uint32_t> free_seats;
+  std::vector<LogEntry> own_log;  // that clients ask us to append to
+  std::map<uint32_t, uint32_t> reported_entries;  // by the client's number
+  uint64_t reported_changes = 0;
+  size_t unfinished = 0;  // clients that have gone without a report
+
+  explicit SharedMemory(Domain& domain)
+      : buf(domain, sizeof(SharedTable), FI_REMOTE_READ | FI_REMOTE_WRITE) {
+    // A place in a region is named by its address or, if the provider does
+    // without FI_MR_VIRT_ADDR, by its distance from the start.
+    bool virt_addr = domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
+    region = {virt_addr ? reinterpret_cast<uint64_t>(buf.data.get()) : 0,
+              buf.size, fi_mr_key(buf.mr)};
+    for (uint32_t seat = 0; seat < kMaxClients; ++seat) free_seats.insert(seat);
+    printf("Registered %zu bytes that clients can change\n", buf.size);
+  }
+
+  // Checks what the clients have left behind, and begins anew.
+  void CheckAndClear() {
+    const auto* table = reinterpret_cast<const SharedTable*>(buf.data.get());
+    size_t num_entries = std::min<uint64_t>(table->tickets, kLogSize);
+    // Each client has counted its entries, and appended them in that order.
+    std::map<uint32_t, uint32_t> counts;
+    size_t missing = 0;
+    bool correct = true;
+    for (size_t i = 0; i < num_entries; ++i) {
+      const LogEntry& entry = table->log[i];
+      if (entry.client == 0) {
+        ++missing;
+      } else {
+        correct &= entry.count == counts[entry.client]++;
+      }
+    }
+    for (auto [client, count] : reported_entries) {
+      correct &= counts[client] == count;
+    }
+    Turn turn = Turn::FromWord(table->turn);
+    const Ledger& ledger = table->ledgers[turn.ledger % (2 * kMaxClients)];
+    correct &= ledger.total == ledger.Sum();
+    // Clients that have gone without a report may have changed something, too.
+    correct &= unfinished > 0 ? ledger.total >= reported_changes
+                              : ledger.total == reported_changes;
+    size_t claimed = 0;
+    size_t invalid = 0;
+    for (const Record& record : table->records) {
+      claimed += record.key != 0;
+      invalid += !record.IsValid();
+    }
+    // A client that ends between two steps leaves one thing unfinished.
+    correct &= missing + invalid <= unfinished;
+    std::string left = std::to_string(num_entries) + " entries, the ledger " +
+                       std::to_string(ledger.total) + " changes, the table " +
+                       std::to_string(claimed) + " records";
+    if (missing + invalid > 0) {
+      left += " (unfinished: " + std::to_string(missing) + " entries, " +
+              std::to_string(invalid) + " records)";
+    }
+    fprintf(correct ? stdout : stderr, "%sthe log has %s. %s\n",
+            correct ? "" : "error: ", left.c_str(),
+            correct ? "It all fits together." : "It does not fit together.");
+    memset(buf.data.get(), 0, buf.size);
+    own_log.clear();
+    reported_entries.clear();
+    reported_changes = 0;
+    unfinished = 0;
+  }
+};
+
+// The seat of a client. Declare it before the session: nobody else gets the
+// seat as long as something from the client can arrive.
+struct Seat {
+  SharedMemory& memory;
+  uint32_t seat;
+
+  explicit Seat(SharedMemory& of) : memory(of) {
+    seat = memory.free_seats.extract(memory.free_seats.begin()).value();
+  }
+  Seat(const Seat&) = delete;
+  Seat& operator=(const Seat&) = delete;
+  ~Seat() { memory.free_seats.insert(seat); }
+};
+
+// A client. Of what it does with the memory, the server hears nothing.
+struct JoinRequestState {
+  size_t number;  // of the client; begins each line about it
+  Seat seat;
+  Session session;
+  bool reported = false;  // the client has said what it has changed
+  bool done = false;      // the client has said BYE
+
+  // Opens the session. Throws if that fails.
+  JoinRequestState(Domain& domain, size_t client_number,
+                   const Address& client_addr, SharedMemory& memory)
+      : number(client_number), seat(memory), session(domain) {
+    session.Accept(client_addr);
+    PrintLine(stdout, number,
+              "Received CONNECT message from client " + ToHex(client_addr));
+  }
+
+  // Does what can be done for the client now. Returns the number of
+  // completions. Throws if the client has sent something wrong, or nothing for
+  // too long.
+  size_t Poll() {
+    size_t completions = session.net.PollCompletion();
+    // One request at a time, so that no answers pile up if a client does not
+    // take them.
+    while (session.unsent == 0) {
+      std::optional<Message> message = session.Take();
+      if (!message) break;
+      // Our answer to a client that had this address before.
+      if (TypeOf(*message) == AppMessageType::kAccept) continue;
+      done = TypeOf(*message) == AppMessageType::kBye;
+      if (done) return completions;
+      HandleRequest(*message);
+    }
+    session.net.CheckSilence("waiting for the client");
+    return completions;
+  }
+
+  void HandleRequest(const Message& message) {
+    AppReplyMessage reply = {};
+    reply.base.type = AppMessageType::kReply;
+    switch (TypeOf(message)) {
+      case AppMessageType::kAlive:
+        return;
+      case AppMessageType::kReport:
+        HandleReport(message);
+        return;
+      case AppMessageType::kJoin:
+        reply.client = static_cast<uint32_t>(number);
+        reply.seat = seat.seat;
+        reply.table = seat.memory.region;
+        break;
+      case AppMessageType::kAppend:
+        reply.ticket = Append(message);
+        break;
+      default:
+        throw BadMessage("its type is no request");
+    }
+    session.Send(reply);
+  }
+
+  // Appends an entry to a log of our own: an atomic operation that comes by the
+  // network may not be atomic to what this processor does.
+  uint64_t Append(const Message& message) {
+    std::vector<LogEntry>& log = seat.memory.own_log;
+    if (log.size() >= kLogSize) throw std::runtime_error("our log is full");
+    log.push_back(
+        ReadMessage<AppAppendMessage>(message, AppMessageType::kAppend).entry);
+    return log.size() - 1;
+  }
+
+  void HandleReport(const Message& message) {
+    auto report =
+        ReadMessage<AppReportMessage>(message, AppMessageType::kReport);
+    if (reported) throw BadMessage("a second report");
+    reported = true;
+    auto client = static_cast<uint32_t>(number);
+    seat.memory.reported_entries[client] = report.num_entries;
+    seat.memory.reported_changes += report.num_changes;
+  }
+};
+
+int ServerMain(const char* program) {
+  Domain domain(GetInfo(kCaps));
+  Session listener(domain);
+  CheckAtomics(listener.net);
+  SharedMemory memory(domain);
+  std::list<JoinRequestState> clients;
+  PrintClientCommand(program, listener.net);
+
+  std::deque<Address> waiting;  // clients for whom there is no room yet
+  size_t num_clients = 0;       // so far
+  size_t empty_polls = 0;
+  Clock::time_point listened_at;
+  while (!g_interrupted) {
+    size_t completions = 0;
+    try {
+      // Looking at a quiet endpoint costs a system call or more, so the clients
+      // that are served should not have to wait for that too often.
+      if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
+        listened_at = Clock::now();
+        completions += listener.net.PollCompletion();
+      }
+      while (waiting.size() < kMaxWaiting) {
+        std::optional<Message> message = listener.Take();
+        if (!message) break;
+        waiting.push_back(ReadAddress(*message, AppMessageType::kConnect));
+      }
+      // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
+      if (clients.size() < kMaxClients && !waiting.empty()) {
+        Address client_addr = waiting.front();
+        waiting.pop_front();
+        clients.emplace_back(domain, num_clients + 1, client_addr, memory);
+        ++num_clients;
+      }
+    } catch (const std::exception& e) {
+      // A bad message must not end the server.
+      fprintf(stderr, "error: %s\n", e.what());
+    }
+    for (auto it = clients.begin(); it != clients.end();) {
+      auto client = it++;
+      try {
+        completions += client->Poll();
+        if (!client->done) continue;
+        PrintLine(stdout, client->number, "Done.");
+      } catch (const std::exception& e) {
+        // It ends this client's session, and costs the others nothing.
+        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
+      }
+      memory.unfinished += !client->reported;
+      clients.erase(client);
+      if (clients.empty()) memory.CheckAndClear();
+    }
+    if (completions > 0) continue;
+    // What the clients do to our memory completes nothing here, but many
+    // providers do their part of the work only while we poll.
+    if (!clients.empty()) {
+      if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
+      continue;
+    }
+    std::this_thread::sleep_for(kIdlePause);
+  }
+  // An ACCEPT on its way is a first contact, too: see Session::Connect.
+  Clock::time_point end = Clock::now() + kContactGrace;
+  for (auto& client : clients) {
+    try {
+      while (client.session.unsent > 0 && Clock::now() < end) {
+        client.session.net.PollCompletion();
+      }
+    } catch (const std::exception&) {
+      // This client has gone.
+    }
+  }
+  return 0;
+}
+
+double SecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
+// Memory of the client, all of it registered: each operation has a place.
+struct ClientMemory {
+  AtomicNumbers atomic;
+  LogEntry entry;
+  Ledger ledger;
+  Record written;
+  Record read;
+  uint8_t chunk[kChunkSize];
+};
+
+// A record of the hash table that is ours.
+struct OwnRecord {
+  size_t place;
+  uint64_t version;
+};
+
+constexpr const char* kLogIsWrong = "the log is not as we have written it";
+
+// What the client does with the server's memory.
+struct LockClient {
+  Buffer buf;
+  ClientMemory* memory;
+  Session session;
+  size_t outstanding = 0;  // one-sided operations in flight
+  AppReplyMessage joined = {};
+  Clock::time_point alive_at;
+
+  std::optional<uint64_t> changes_before;     // of the ledger, by our seat
+  std::map<uint64_t, OwnRecord> own_records;  // by their keys
+  uint32_t num_messages = 0;  // entries that the server has appended for us
+  uint32_t num_entries = 0;   // that we have appended
+  size_t num_changes = 0;     // that we have made in the ledger
+  size_t lost_changes = 0;    // of these, those that are not there any more
+  size_t lost_turns = 0;      // that others have ended
+  size_t ended_turns = 0;     // of others, that we have ended
+  size_t torn_reads = 0;      // of records that changed meanwhile
+  std::chrono::milliseconds hold{0};  // that we keep the lock
+
+  explicit LockClient(Domain& domain)
+      : buf(domain, sizeof(ClientMemory), FI_READ | FI_WRITE),
+        memory(reinterpret_cast<ClientMemory*>(buf.data.get())),
+        session(domain) {
+    CheckAtomics(session.net);
+    // For tests, and for the chapter.
+    if (const char* text = getenv("HOLD_MS")) {
+      hold = std::chrono::milliseconds(atoi(text));
+    }
+  }
+
+  // Waits until `done` returns true. Tells the server now and then that we are
+  // alive: it sees nothing of our one-sided operations.
+  void WaitUntil(const char* what, const std::function<bool()>& done) {
+    session.net.WaitUntil(what, [&] {
+      if (done()) return true;
+      Clock::time_point now = Clock::now();
+      if (now - alive_at > kAlivePeriod && session.unsent == 0) {
+        alive_at = now;
+        session.Send(AppMessageBase{AppMessageType::kAlive});
+      }
+      return false;
+    });
+  }
+
+  // Waits for what is in flight, but not for long. The tcp provider of
+  // libfabric 1.17 crashes if its endpoint is closed while READs are in flight.
+  void Drain() {
+    Clock::time_point end = Clock::now() + kDrainLimit;
+    while (outstanding > 0 && Clock::now() < end) {
+      try {
+        session.net.PollCompletion();
+      } catch (const std::exception&) {
+        // The error that has brought us here is the one to report.
+      }
+    }
+  }
+
+  // Sends a request, of which only an APPEND has an entry, and waits for the
+  // answer.
+  AppReplyMessage Ask(AppMessageType type, const LogEntry& entry = {}) {
+    session.Send(AppAppendMessage{{type}, entry});
+    std::optional<Message> message;
+    WaitUntil("waiting for an answer", [&] {
+      message = session.Take();
+      return message.has_value();
+    });
+    return ReadMessage<AppReplyMessage>(*message, AppMessageType::kReply);
+  }
+
+  // Asks where the server's memory is.
+  void Join() {
+    joined = Ask(AppMessageType::kJoin);
+    if (joined.table.size != sizeof(SharedTable) ||
+        joined.seat >= kMaxClients) {
+      throw BadMessage("the server's memory is of another kind");
+    }
+  }
+
+  // Does a one-sided operation, and waits until it has completed. `local` is
+  // where in our memory it takes place, `remote` where in the table.
+  void Do(RdmaOpType type, void* local, size_t len, size_t remote) {
+    ++outstanding;
+    session.net.Post({.type = type,
+                      .peer = session.peer,
+                      .buf = &buf,
+                      .len = len,
+                      .offset = static_cast<size_t>(
+                          static_cast<uint8_t*>(local) - buf.data.get()),
+                      .remote_addr = joined.table.addr + remote,
+                      .remote_key = joined.table.rkey,
+                      .callback = [this](const RdmaOp& op) {
+                        --outstanding;
+                        op.Check();
+                      }});
+    WaitUntil("waiting for a one-sided operation",
+              [this] { return outstanding == 0; });
+  }
+
+  // Adds to a word, and returns what it was before. Adding nothing reads it.
+  uint64_t FetchAdd(size_t remote, uint64_t number) {
+    memory->atomic = {number, 0, 0};
+    Do(RdmaOpType::kFetchAdd, &memory->atomic, sizeof(memory->atomic), remote);
+    return memory->atomic.before;
+  }
+
+  // Replaces a word if it is as expected. Returns what it was before.
+  uint64_t CompareSwap(size_t remote, uint64_t expected, uint64_t number) {
+    memory->atomic = {number, expected, 0};
+    Do(RdmaOpType::kCompareSwap, &memory->atomic, sizeof(memory->atomic),
+       remote);
+    return memory->atomic.before;
+  }
+
+  // ---- The log: a place for each entry ----
+
+  void AppendByMessage() {
+    Ask(AppMessageType::kAppend, {joined.client, num_messages});
+    ++num_messages;
+  }
+
+  void Append() {
+    uint64_t ticket = FetchAdd(offsetof(SharedTable, tickets), 1);
+    if (ticket >= kLogSize) {
+      throw std::runtime_error(
+          "the log is full; the server empties it when all clients have gone");
+    }
+    memory->entry = {joined.client, num_entries};
+    Do(RdmaOpType::kWrite, &memory->entry, sizeof(memory->entry),
+       offsetof(SharedTable, log) + ticket * sizeof(LogEntry));
+    ++num_entries;
+  }
+
+  // ---- The ledger: a lock ----
+
+  Turn ReadTurn() {
+    Turn turn = Turn::FromWord(FetchAdd(offsetof(SharedTable, turn), 0));
+    if (turn.ledger >= 2 * kMaxClients) throw BadMessage("no such ledger");
+    return turn;
+  }
+
+  // Replaces the turn, if it is still as expected. Returns whether it was.
+  bool ReplaceTurn(const Turn& expected, const Turn& turn) {
+    return CompareSwap(offsetof(SharedTable, turn), expected.Word(),
+                       turn.Word()) == expected.Word();
+  }
+
+  // Waits until it is the turn of a ticket, or of a later one. Ends the turn of
+  // a client that does not end it itself: it may have died.
+  Turn WaitForTurn(uint64_t ticket) {
+    Turn turn = ReadTurn();
+    Clock::time_point changed_at = Clock::now();
+    while (turn.ticket < ticket) {
+      // Each look costs the server work, so a client far back looks less often.
+      std::this_thread::sleep_for(kTurnPause * (ticket - turn.ticket));
+      Turn now = ReadTurn();
+      if (now.Word() != turn.Word()) {
+        changed_at = Clock::now();
+      } else if (Clock::now() - changed_at > kLease) {
+        ended_turns += ReplaceTurn(turn, {turn.ticket + 1, turn.ledger});
+      }
+      turn = now;
+    }
+    return turn;
+  }
+
+  // Changes the ledger, while nobody else does.
+  void Change() {
+    while (true) {
+      uint64_t ticket = FetchAdd(offsetof(SharedTable, lock_tickets), 1);
+      Turn turn = WaitForTurn(ticket);
+      if (turn.ticket == ticket && TryChange(turn)) return;
+      ++lost_turns;
+    }
+  }
+
+  // Writes the changed ledger aside, then makes it the valid one and ends our
+  // turn, both at once. Returns false if our turn was over before that; then
+  // nothing has changed.
+  bool TryChange(const Turn& turn) {
+    ReadLedger(turn);
+    ++memory->ledger.changes[joined.seat];
+    ++memory->ledger.total;
+    Clock::time_point until = Clock::now() + hold;
+    WaitUntil("holding the lock", [&] {
+      session.net.last_completion = Clock::now();  // this silence is ours
+      return Clock::now() >= until;
+    });
+    size_t aside = 2 * joined.seat;
+    if (turn.ledger == aside) ++aside;
+    Do(RdmaOpType::kWrite, &memory->ledger, sizeof(memory->ledger),
+       offsetof(SharedTable, ledgers) + aside * sizeof(Ledger));
+    if (!ReplaceTurn(turn, {turn.ticket + 1, aside})) return false;
+    ++num_changes;
+    // It was our turn until now, so nobody has written what we have READ.
+    CompareLedger();
+    return true;
+  }
+
+  void ReadLedger(const Turn& turn) {
+    Do(RdmaOpType::kRead, &memory->ledger, sizeof(Ledger),
+       offsetof(SharedTable, ledgers) + turn.ledger * sizeof(Ledger));
+  }
+
+  // Compares the ledger that we have READ with what we have done ourselves.
+  void CompareLedger() {
+    const Ledger& ledger = memory->ledger;
+    uint64_t ours = ledger.changes[joined.seat];
+    // Others may have had our seat before.
+    if (!changes_before) changes_before = ours - num_changes;
+    uint64_t expected = *changes_before + num_changes - lost_changes;
+    if (ours < expected) lost_changes += expected - ours;
+    if (ours > expected || ledger.total != ledger.Sum()) {
+      throw std::runtime_error("the ledger is wrong");
+    }
+  }
+
+  // ---- The hash table: READs without a lock ----
+
+  // The keys that we own, and those of others.
+  static uint64_t Key(size_t seat, size_t i) {
+    return 1 + seat * kKeysPerClient + i;
+  }
+
+  // The places where a key may be: the next one if this one is taken.
+  static size_t Place(uint64_t key, size_t attempt) {
+    return ((key * 0x9e3779b97f4a7c15 >> 32) + attempt) % kNumRecords;
+  }
+
+  static size_t RecordAt(size_t place) {
+    return offsetof(SharedTable, records) + place * sizeof(Record);
+  }
+
+  // READs a record. If it changes meanwhile, we may get a part of the old one
+  // and a part of the new one, and READ it again. Returns false if that goes
+  // on: its owner has died while it wrote.
+  bool ReadRecord(size_t place) {
+    for (size_t i = 0; i < kMaxReads; ++i) {
+      Do(RdmaOpType::kRead, &memory->read, sizeof(Record), RecordAt(place));
+      if (memory->read.IsValid()) return true;
+      ++torn_reads;
+    }
+    return false;
+  }
+
+  // Looks a key up. Returns whether it is there; then its record has been READ.
+  bool Get(uint64_t key) {
+    for (size_t i = 0; i < kNumRecords; ++i) {
+      bool valid = ReadRecord(Place(key, i));
+      if (memory->read.key == key) return valid && memory->read.version > 0;
+      if (memory->read.key == 0) break;
+    }
+    return false;
+  }
+
+  // Takes the first free record for a key, unless the key has one. Returns the
+  // place of the record.
+  size_t Claim(uint64_t key) {
+    for (size_t i = 0; i < kNumRecords; ++i) {
+      size_t place = Place(key, i);
+      uint64_t before =
+          CompareSwap(RecordAt(place) + offsetof(Record, key), 0, key);
+      if (before == 0 || before == key) return place;
+    }
+    throw std::runtime_error("the hash table is full");
+  }
+
+  // Writes a new version of a record of ours.
+  void Put(size_t i) {
+    Record& record = memory->written;
+    record.key = Key(joined.seat, i);
+    auto [entry, is_new] = own_records.try_emplace(record.key);
+    OwnRecord& own = entry->second;
+    if (is_new) {
+      own.place = Claim(record.key);
+      // Others may have had our seat before.
+      ReadRecord(own.place);
+      own.version = memory->read.version;
+    }
+    record.version = ++own.version;
+    memset(record.data, static_cast<uint8_t>(record.version),
+           sizeof(record.data));
+    record.checksum = record.Checksum();
+    // The key is there already.
+    constexpr size_t kKeySize = offsetof(Record, version);
+    Do(RdmaOpType::kWrite, &record.version, sizeof(Record) - kKeySize,
+       RecordAt(own.place) + kKeySize);
+  }
+
+  // ---- The check in the end ----
+
+  // Our entries are in the order in which we have appended them.
+  void CheckLog() {
+    size_t num = std::min<uint64_t>(FetchAdd(offsetof(SharedTable, tickets), 0),
+                                    kLogSize);
+    size_t step =
+        std::min(kChunkSize, session.domain.info->ep_attr->max_msg_size) /
+        sizeof(LogEntry);
+    const auto* entries = reinterpret_cast<const LogEntry*>(memory->chunk);
+    size_t found = 0;
+    for (size_t first = 0; first < num; first += step) {
+      size_t n = std::min(step, num - first);
+      Do(RdmaOpType::kRead, memory->chunk, n * sizeof(LogEntry),
+         offsetof(SharedTable, log) + first * sizeof(LogEntry));
+      for (size_t i = 0; i < n; ++i) {
+        if (entries[i].client != joined.client) continue;
+        if (entries[i].count != found) throw std::runtime_error(kLogIsWrong);
+        ++found;
+      }
+    }
+    if (found != num_entries) throw std::runtime_error(kLogIsWrong);
+  }
+
+  // Takes no lock: if the turn is the same after the READ as before it, nobody
+  // has written this ledger meanwhile.
+  void CheckLedger() {
+    Turn turn = ReadTurn();
+    while (true) {
+      Turn before = turn;
+      ReadLedger(turn);
+      turn = ReadTurn();
+      if (turn.Word() == before.Word()) break;
+    }
+    CompareLedger();
+    if (lost_changes > 0) {
+      throw std::runtime_error(std::to_string(lost_changes) + " of our " +
+                               std::to_string(num_changes) +
+                               " changes of the ledger have been lost");
+    }
+  }
+
+  void CheckRecords() {
+    std::set<uint64_t> keys;
+    for (size_t place = 0; place < kNumRecords; ++place) {
+      ReadRecord(place);
+      uint64_t key = memory->read.key;
+      if (key != 0 && !keys.insert(key).second) {
+        throw std::runtime_error("a key is twice in the hash table");
+      }
+    }
+    for (const auto& [key, own] : own_records) {
+      if (!Get(key) || memory->read.version != own.version) {
+        throw std::runtime_error("a record is not as we have written it");
+      }
+    }
+  }
+};
+
+// Makes all changes of one kind, and prints how long they take.
+void Repeat(LockClient& client, const char* what, size_t count,
+            const std::function<void()>& change) {
+  Clock::time_point start = Clock::now();
+  Clock::time_point reported_at = start;
+  for (size_t i = 0; i < count; ++i) {
+    change();
+    if (Clock::now() - reported_at < kReportPeriod) continue;
+    reported_at = Clock::now();
+    PrintLine(stdout, client.joined.client,
+              std::to_string(i + 1) + "/" + std::to_string(count) + " " + what,
+              true);
+  }
+  double seconds = SecondsSince(start);
+  char text[100];
+  snprintf(text, sizeof(text), "%zu %s: %.3f s, %.1f us each", count, what,
+           seconds, 1e6 * seconds / static_cast<double>(count));
+  PrintLine(stdout, client.joined.client, text);
+}
+
+int ClientMain(const Address& server_addr, size_t count) {
+  Domain domain(GetInfo(kCaps));
+  LockClient client(domain);
+  client.session.Connect(server_addr);
+  std::mt19937_64 random{std::random_device{}()};
+  try {
+    client.Join();
+    Repeat(client, "entries by message", count,
+           [&] { client.AppendByMessage(); });
+    Repeat(client, "entries by FETCH-AND-ADD and WRITE", count,
+           [&] { client.Append(); });
+    Repeat(client, "changes under the lock", count, [&] { client.Change(); });
+    Repeat(client, "records written, and as many read", count, [&] {
+      client.Put(random() % kKeysPerClient);
+      client.Get(
+          LockClient::Key(random() % kMaxClients, random() % kKeysPerClient));
+    });
+    client.session.Send(AppReportMessage{
+        {AppMessageType::kReport}, client.num_entries, client.num_changes});
+    client.CheckLog();
+    client.CheckLedger();
+    client.CheckRecords();
+  } catch (...) {
+    client.Drain();
+    client.session.SayBye(kContactGrace);
+    throw;
+  }
+  printf(
+      "Turns of ours that others ended: %zu, of others that we ended: %zu; "
+      "READs of half a WRITE: %zu\n",
+      client.lost_turns, client.ended_turns, client.torn_reads);
+  client.session.SayBye();
+  printf("Data is correct.\n");
+  return 0;
+}
+
+// ---------------------------------------------------------------------------
+// Command line
+// ---------------------------------------------------------------------------
+
+int ListMain() {
+  Info list = GetInfo(kCaps);
+  // An interface may appear several times, with different capabilities.
+  std::set<std::string> seen;
+  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+    std::string line = Describe(info);
+    if (seen.insert(line).second) printf("%s\n", line.c_str());
+  }
+  return 0;
+}
+
+constexpr const char* kUsage =
+    "Usage:\n"
+    "  10_lock\n"
+    "      Run the server.\n"
+    "  10_lock ADDRESS [COUNT]\n"
+    "      Change its memory COUNT times in each way (1000), while others may\n"
+    "      do the same.\n"
+    "  10_lock --list\n"
+    "      List the interfaces found, the one it uses first.\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
+
+// Reads a number of at least 1. Throws std::invalid_argument.
+size_t ParseNumber(const char* name, const std::string& text) {
+  size_t number = 0;
+  const char* end = text.data() + text.size();
+  auto result = std::from_chars(text.data(), end, number);
+  if (result.ec != std::errc() || result.ptr != end || number == 0) {
+    throw std::invalid_argument(std::string(name) +
+                                " is not a number of at least 1: \"" +
+                                text.substr(0, 80) + "\"");
+  }
+  return number;
+}
+
+int main(int argc, char** argv) {
+  std::vector<std::string> args(argv + 1, argv + argc);
+  setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  InstallSignalHandlers();
+  try {
+    if (args.empty()) return ServerMain(argv[0]);
+    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--list" && args.size() == 1) return ListMain();
+    if (args.size() > 2) throw std::invalid_argument("too many arguments");
+    size_t count = args.size() > 1 ? ParseNumber("COUNT", args[1]) : 1000;
+    if (count > kMaxCount) {
+      throw std::invalid_argument("COUNT is more than " +
+                                  std::to_string(kMaxCount));
+    }
+    return ClientMain(ParseAddress(args[0]), count);
+  } catch (const std::invalid_argument& e) {
+    fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
+    return 2;
+  } catch (const std::exception& e) {
+    fprintf(stderr, "error: %s\n", e.what());
+    return 1;
+  }
+}

@@ -359,7 +359,7 @@ enum class RdmaOpType : uint8_t {
 // The numbers of an atomic operation, which are in its buffer, at its offset.
 // It changes one word of 64 bits at the peer.
 struct AtomicNumbers {
-  uint64_t operand;   // that is added, or that replaces the word
+  uint64_t operand;   // added to the word, or put in its place
   uint64_t expected;  // of a compare-and-swap: only this word is replaced
   uint64_t before;    // set at completion: the word as it was
 };
@@ -925,8 +925,8 @@ struct Turn {
 };
 static_assert(2 * kMaxClients <= 256);
 
-// A record of the hash table. Whoever puts the key there owns the record, and
-// nobody else writes it.
+// A record of the hash table. The client that puts the key there owns the
+// record, and nobody else writes it.
 struct Record {
   uint64_t key;       // 0 means that the record is free
   uint64_t version;   // counts the WRITEs; 0 before the first
@@ -1453,7 +1453,7 @@ struct LockClient {
 
   // The places where a key may be: the next one if this one is taken.
   static size_t Place(uint64_t key, size_t attempt) {
-    return ((key * 0x9e3779b97f4a7c15 >> 32) + attempt) % kNumRecords;
+    return (XXH3_64bits(&key, sizeof(key)) + attempt) % kNumRecords;
   }
 
   static size_t RecordAt(size_t place) {

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.builds("plain")
 LEASE = 1  # s
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+@pytest.mark.parametrize("provider,signum", [
+    ("", signal.SIGINT), ("shm", signal.SIGTERM)], ids=["default", "shm"])
 def test_interrupted_holder(serve, provider, signum):
     server = serve("10_lock", provider)
     holder = server.start_client("3", HOLD_MS="60000")

@@ -70,7 +70,7 @@ SUCCESS = {
 # Arguments for the programs whose defaults take long. For 9_file, the tests give the
 # size of a file instead of its name: see Server.start_client.
 QUICK = {"7_queue": ["65536", "100", "3"], "8_malloc": ["16"],
-         "9_file": ["5000001", "2"], "10_lock": ["100"]}
+         "9_file": ["5000001", "2"], "10_lock": ["50"]}
 # Those that take next to nothing, for tests that look at how long a client waits.
 SHORT = {"6_write": ["4096", "10"], "7_queue": ["4096", "10", "1"],
          "8_malloc": ["1"], "9_file": ["1"], "10_lock": ["1"]}

@@ -330,6 +330,12 @@ struct Buffer {
 
   Buffer(Domain& domain, size_t bytes, uint64_t access)
       : size(bytes), data(AllocHost(bytes)) {
+    // Without FI_MR_LOCAL, memory that is not for others needs no registration.
+    // With FI_ATOMIC, ofi_rxm of libfabric 2.6 refuses a second region of it.
+    if ((access & (FI_REMOTE_READ | FI_REMOTE_WRITE)) == 0 &&
+        (domain.info->domain_attr->mr_mode & FI_MR_LOCAL) == 0) {
+      return;
+    }
     struct iovec iov = {.iov_base = data.get(), .iov_len = size};
     struct fi_mr_attr attr = {};
     attr.mr_iov = &iov;
@@ -341,6 +347,9 @@ struct Buffer {
     FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
             "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
+
+  // Returns the provider's descriptor of the region; nothing if there is none.
+  void* Desc() const { return mr == nullptr ? nullptr : fi_mr_desc(mr); }
 };
 
 // ---------------------------------------------------------------------------
@@ -492,7 +501,7 @@ struct Network {
   // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
   ssize_t Submit(RdmaOp* op) {
     if (op->type > RdmaOpType::kRead) return SubmitAtomic(op);
-    void* desc = fi_mr_desc(op->buf->mr);
+    void* desc = op->buf->Desc();
     struct iovec iov = {.iov_base = &op->buf->data[op->offset],
                         .iov_len = op->len};
     if (op->OneSided()) {
@@ -524,7 +533,7 @@ struct Network {
 
   // The same for an atomic operation. See fi_atomic(3).
   ssize_t SubmitAtomic(RdmaOp* op) {
-    void* desc = fi_mr_desc(op->buf->mr);
+    void* desc = op->buf->Desc();
     auto* numbers =
         reinterpret_cast<AtomicNumbers*>(&op->buf->data[op->offset]);
     // They count words, where an iovec counts bytes.

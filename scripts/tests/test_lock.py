@@ -170,7 +170,7 @@ def test_interrupted(serve, provider):
     """Ctrl-C at any moment: the client says so, and the server is rid of it at once."""
     server = serve("10_lock", provider, **LIBFABRIC_LEAKS)
     for rounds in 1, 2:
-        client = server.start_client("100000")
+        client = server.start_client("100000", HOLD_MS="1")
         client.wait_for(r"^\[\d+\] \d+/100000 ", 30)
         time.sleep(random.uniform(0, 0.6))
         client.signal(signal.SIGINT)

@@ -684,6 +684,7 @@ struct AppMessageBase {
 // A CONNECT or an ACCEPT.
 struct AppConnectMessage {
   AppMessageBase base;
+  uint32_t nonce;      // chosen by the client; the ACCEPT repeats it
   uint32_t addr_size;  // bytes used of addr
   uint8_t addr[kMaxAddressSize];
 };
@@ -719,13 +720,17 @@ T ReadMessage(const Message& message, AppMessageType type) {
   return head;
 }
 
-// Returns the address in a CONNECT or an ACCEPT.
-Address ReadAddress(const Message& message, AppMessageType type) {
+// Returns a CONNECT or an ACCEPT. Throws if it is not a valid one.
+AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
   auto connect = ReadMessage<AppConnectMessage>(message, type);
   if (message.size() != sizeof(connect) ||
       connect.addr_size > sizeof(connect.addr)) {
     throw BadMessage("its sizes do not fit together");
   }
+  return connect;
+}
+
+Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
 
@@ -740,6 +745,7 @@ struct Session {
   size_t unsent = 0;                // messages whose SEND has not completed
   Network net;
   fi_addr_t peer = FI_ADDR_UNSPEC;
+  uint32_t nonce = 0;  // of this conversation; the listener has none
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), net(open_domain) {
@@ -769,7 +775,14 @@ struct Session {
     }
     PostRecv(*recv.buf);
     recv.Check();
+    if (IsForAnother(message)) return Take();
     return message;
+  }
+
+  // Returns whether this is an ACCEPT for a client that had our address before.
+  bool IsForAnother(const Message& message) const {
+    return TypeOf(message) == AppMessageType::kAccept &&
+           ReadConnect(message, AppMessageType::kAccept).nonce != nonce;
   }
 
   // Sends a copy of a message: a head of fixed size, and a tail.
@@ -805,20 +818,23 @@ struct Session {
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
+    connect.nonce = nonce;
     connect.addr_size = static_cast<uint32_t>(net.addr.size());
     std::copy(net.addr.begin(), net.addr.end(), connect.addr);
     Send(connect);
   }
 
   // Server: tells a client which endpoint serves it.
-  void Accept(const Address& client_addr) {
-    peer = net.AddPeerAddress(client_addr);
+  void Accept(const AppConnectMessage& connect) {
+    peer = net.AddPeerAddress(AddressIn(connect));
+    nonce = connect.nonce;
     SendAddress(AppMessageType::kAccept);
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
     peer = net.AddPeerAddress(server_addr);
+    nonce = std::random_device()();
     // A signal may come before the first contact, or wait for it. In between,
     // the shm provider of libfabric 1.17 would end the other process with ours.
     CheckInterrupted();
@@ -836,7 +852,8 @@ struct Session {
           return message && TypeOf(*message) == AppMessageType::kAccept;
         },
         0s, kAcceptLimit);
-    peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
+    peer = net.AddPeerAddress(
+        AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
 
   // Client: tells the server that we want nothing more, which spares it waiting
@@ -1069,11 +1086,12 @@ struct JoinRequestState {
 
   // Opens the session. Throws if that fails.
   JoinRequestState(Domain& domain, size_t client_number,
-                   const Address& client_addr, SharedMemory& memory)
+                   const AppConnectMessage& connect, SharedMemory& memory)
       : number(client_number), seat(memory), session(domain) {
-    session.Accept(client_addr);
-    PrintLine(stdout, number,
-              "Received CONNECT message from client " + ToHex(client_addr));
+    session.Accept(connect);
+    PrintLine(
+        stdout, number,
+        "Received CONNECT message from client " + ToHex(AddressIn(connect)));
   }
 
   // Does what can be done for the client now. Returns the number of
@@ -1086,8 +1104,6 @@ struct JoinRequestState {
     while (session.unsent == 0) {
       std::optional<Message> message = session.Take();
       if (!message) break;
-      // Our answer to a client that had this address before.
-      if (TypeOf(*message) == AppMessageType::kAccept) continue;
       done = TypeOf(*message) == AppMessageType::kBye;
       if (done) return completions;
       HandleRequest(*message);
@@ -1148,8 +1164,8 @@ int ServerMain(const char* program) {
   std::list<JoinRequestState> clients;
   PrintClientCommand(program, listener.net);
 
-  std::deque<Address> waiting;  // clients for whom there is no room yet
-  size_t num_clients = 0;       // so far
+  std::deque<AppConnectMessage> waiting;  // for whom there is no room yet
+  size_t num_clients = 0;                 // so far
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
@@ -1164,13 +1180,13 @@ int ServerMain(const char* program) {
       while (waiting.size() < kMaxWaiting) {
         std::optional<Message> message = listener.Take();
         if (!message) break;
-        waiting.push_back(ReadAddress(*message, AppMessageType::kConnect));
+        waiting.push_back(ReadConnect(*message, AppMessageType::kConnect));
       }
       // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
       if (clients.size() < kMaxClients && !waiting.empty()) {
-        Address client_addr = waiting.front();
+        AppConnectMessage connect = waiting.front();
         waiting.pop_front();
-        clients.emplace_back(domain, num_clients + 1, client_addr, memory);
+        clients.emplace_back(domain, num_clients + 1, connect, memory);
         ++num_clients;
       }
     } catch (const std::exception& e) {

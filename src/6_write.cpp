@@ -604,6 +604,7 @@ struct AppMessageBase {
 // A CONNECT or an ACCEPT.
 struct AppConnectMessage {
   AppMessageBase base;
+  uint32_t nonce;      // chosen by the client; the ACCEPT repeats it
   uint32_t addr_size;  // bytes used of addr
   uint8_t addr[kMaxAddressSize];
 };
@@ -639,13 +640,17 @@ T ReadMessage(const Message& message, AppMessageType type) {
   return head;
 }
 
-// Returns the address in a CONNECT or an ACCEPT.
-Address ReadAddress(const Message& message, AppMessageType type) {
+// Returns a CONNECT or an ACCEPT. Throws if it is not a valid one.
+AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
   auto connect = ReadMessage<AppConnectMessage>(message, type);
   if (message.size() != sizeof(connect) ||
       connect.addr_size > sizeof(connect.addr)) {
     throw BadMessage("its sizes do not fit together");
   }
+  return connect;
+}
+
+Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
 
@@ -662,6 +667,7 @@ struct Session {
   size_t unsent = 0;                // messages whose SEND has not completed
   Network net;
   fi_addr_t peer = FI_ADDR_UNSPEC;
+  uint32_t nonce = 0;  // of this conversation; the listener has none
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), net(open_domain) {
@@ -721,7 +727,14 @@ struct Session {
     }
     idle_recvs.push_back(recv.buf);
     recv.Check();
+    if (IsForAnother(message)) return Take();
     return message;
+  }
+
+  // Returns whether this is an ACCEPT for a client that had our address before.
+  bool IsForAnother(const Message& message) const {
+    return TypeOf(message) == AppMessageType::kAccept &&
+           ReadConnect(message, AppMessageType::kAccept).nonce != nonce;
   }
 
   // Sends a copy of a message: a head of fixed size, and a tail.
@@ -758,20 +771,23 @@ struct Session {
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
+    connect.nonce = nonce;
     connect.addr_size = static_cast<uint32_t>(net.addr.size());
     std::copy(net.addr.begin(), net.addr.end(), connect.addr);
     Send(connect);
   }
 
   // Server: tells a client which endpoint serves it.
-  void Accept(const Address& client_addr) {
-    peer = net.AddPeerAddress(client_addr);
+  void Accept(const AppConnectMessage& connect) {
+    peer = net.AddPeerAddress(AddressIn(connect));
+    nonce = connect.nonce;
     SendAddress(AppMessageType::kAccept);
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
     peer = net.AddPeerAddress(server_addr);
+    nonce = std::random_device()();
     // A signal may come before the first contact, or wait for it. In between,
     // the shm provider of libfabric 1.17 would end the other process with ours.
     CheckInterrupted();
@@ -789,7 +805,8 @@ struct Session {
           return message && TypeOf(*message) == AppMessageType::kAccept;
         },
         0s, kAcceptLimit);
-    peer = net.AddPeerAddress(ReadAddress(*message, AppMessageType::kAccept));
+    peer = net.AddPeerAddress(
+        AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
 
   // Client: tells the server that we want nothing more, which spares it waiting
@@ -862,11 +879,12 @@ struct RandomFillRequestState {
 
   // Opens the session. Throws if that fails.
   RandomFillRequestState(Domain& domain, size_t client_number,
-                         const Address& client_addr)
+                         const AppConnectMessage& connect)
       : number(client_number), session(domain) {
-    session.Accept(client_addr);
-    PrintLine(stdout, number,
-              "Received CONNECT message from client " + ToHex(client_addr));
+    session.Accept(connect);
+    PrintLine(
+        stdout, number,
+        "Received CONNECT message from client " + ToHex(AddressIn(connect)));
   }
 
   // Does what can be done for the client now. Returns the number of
@@ -875,8 +893,6 @@ struct RandomFillRequestState {
   size_t Poll() {
     size_t completions = session.Poll();
     while (std::optional<Message> message = session.Take()) {
-      // Our answer to a client that had this address before.
-      if (TypeOf(*message) == AppMessageType::kAccept) continue;
       done = TypeOf(*message) == AppMessageType::kBye;
       if (done) HandleBye();
       if (done) return completions;
@@ -1000,8 +1016,8 @@ int ServerMain(const char* program) {
   std::list<RandomFillRequestState> clients;
   PrintClientCommand(program, listener.net);
 
-  std::deque<Address> waiting;  // clients for whom there is no room yet
-  size_t num_clients = 0;       // so far
+  std::deque<AppConnectMessage> waiting;  // for whom there is no room yet
+  size_t num_clients = 0;                 // so far
   while (!g_interrupted) {
     size_t completions = 0;
     try {
@@ -1009,13 +1025,13 @@ int ServerMain(const char* program) {
       while (waiting.size() < kMaxWaiting) {
         std::optional<Message> message = listener.Take();
         if (!message) break;
-        waiting.push_back(ReadAddress(*message, AppMessageType::kConnect));
+        waiting.push_back(ReadConnect(*message, AppMessageType::kConnect));
       }
       // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
       if (clients.size() < kMaxClients && !waiting.empty()) {
-        Address client_addr = waiting.front();
+        AppConnectMessage connect = waiting.front();
         waiting.pop_front();
-        clients.emplace_back(domain, num_clients + 1, client_addr);
+        clients.emplace_back(domain, num_clients + 1, connect);
         ++num_clients;
       }
     } catch (const std::exception& e) {

@@ -399,10 +399,16 @@ def base(type_):
     return struct.pack("<I", type_)
 
 
-def address_message(type_, address, addr_size=None):
+def address_message(type_, address, addr_size=None, *, nonce):
     """A CONNECT or an ACCEPT."""
     return base(type_) + struct.pack(
-        "<I256s", len(address) if addr_size is None else addr_size, address)
+        "<2I256s", nonce, len(address) if addr_size is None else addr_size, address)
+
+
+def read_address(message):
+    """Returns the nonce and the address in a CONNECT or an ACCEPT."""
+    nonce, size = struct.unpack_from("<2I", message, 4)
+    return nonce, message[12:12 + size].hex()
 
 
 class FakeClient:
@@ -413,6 +419,7 @@ class FakeClient:
         self.number = None
         self.process = run([f"{BUILD}/sender", server.address], server.provider,
                            stdin=-1)
+        self.nonce = self.process.popen.pid
         self.address = bytes.fromhex(
             self.process.wait_for(r"address ([0-9a-f]+)\n").group(1))
 
@@ -433,7 +440,7 @@ class FakeClient:
     def connect(self, address=None, addr_size=None):
         """A CONNECT, by default with our own address."""
         return address_message(CONNECT, self.address if address is None else address,
-                               addr_size)
+                               addr_size, nonce=self.nonce)
 
     def open_session(self):
         """Sends a CONNECT, and whatever comes next to the address of the
@@ -447,8 +454,7 @@ class FakeClient:
         # Answers to what we said in an earlier session may come first.
         while (accept := self.receive())[:4] != base(ACCEPT):
             pass
-        (size,) = struct.unpack_from("<I", accept, 4)
-        self.peer(accept[8:8 + size].hex())
+        self.peer(read_address(accept)[1])
 
     def expect(self, line, timeout=30):
         """Waits for what the server prints about this client."""
@@ -465,9 +471,9 @@ class FakeServer(FakeClient):
         self.client = run([f"{build}/{program}", self.address, *args], provider)
         connect = self.receive()
         assert connect[:4] == base(CONNECT)
-        (size,) = struct.unpack_from("<I", connect, 4)
-        self.peer(connect[8:8 + size].hex())
-        self.send(address_message(ACCEPT, bytes.fromhex(self.address)))
+        nonce, client = read_address(connect)
+        self.peer(client)
+        self.send(address_message(ACCEPT, bytes.fromhex(self.address), nonce=nonce))
 
     def receive_other_than(self, ignored):
         """Returns the next message that is not this one."""

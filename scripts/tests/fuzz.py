@@ -31,7 +31,8 @@ import traceback
 
 from conftest import (ACCEPT, ALIVE, APPEND, BUILD, BYE, CHUNK, CONNECT, END, ERROR,
                       FILE_ALIVE, FREE, JOIN, LIBFABRIC_LEAKS, MALLOC, PUT, REPORT,
-                      ROOT, TABLE_ALIVE, USAGE, Process, Server, owned_shm_files)
+                      ROOT, TABLE_ALIVE, USAGE, Process, Server, owned_shm_files,
+                      read_address)
 
 SANITIZED = "build/sanitized"
 LONGEST = 65536  # bytes of a message
@@ -50,7 +51,7 @@ FILL = [("remote_context", "I"), ("addr", "Q"), ("size", "Q"), ("rkey", "Q"),
         ("seed", "Q"), ("page_size", "Q"), ("num_pages", "Q")]
 POOL = [("padding", "4s"), ("size", "Q"), ("addr", "Q")]
 FORMATS = {
-    "CONNECT": (CONNECT, [("addr_size", "I"), ("addr", "256s")]),
+    "CONNECT": (CONNECT, [("nonce", "I"), ("addr_size", "I"), ("addr", "256s")]),
     "BYE": (BYE, []),
     "TEXT": (4, [("text", "bytes")]),
     "RANDOM_FILL of 6_write": (4, [*FILL, ("page_idx", "numbers")]),
@@ -237,8 +238,7 @@ class Sender:
         none. Answers to earlier messages may come first."""
         while (message := self.wait()) is not None:
             if message[:4] == struct.pack("<I", ACCEPT):
-                (size,) = struct.unpack_from("<I", message, 4)
-                return message[8:8 + size].hex()
+                return read_address(message)[1]
         return None
 
     def end(self):
@@ -369,8 +369,8 @@ class Fuzzer:
 
     @staticmethod
     def connect(sender):
-        return Message("CONNECT", addr_size=len(sender.address),
-                       addr=sender.address)
+        return Message("CONNECT", nonce=sender.popen.pid,
+                       addr_size=len(sender.address), addr=sender.address)
 
     def at_the_door(self, sender, rng):
         """Returns a message for the listener."""
@@ -393,23 +393,23 @@ class Fuzzer:
                         sender.address[4:])
             elif b"shm" not in sender.address:
                 dead = sender.address
-            return Message("CONNECT", addr_size=len(dead), addr=dead).pack()
+            return Message("CONNECT", nonce=1, addr_size=len(dead), addr=dead).pack()
         return message[:-1]
 
     @staticmethod
     def looks_good(sender, message):
         """Returns whether the server takes this for a CONNECT with an address to
         which it can try to send."""
-        if len(message) != 264 or message[:4] != struct.pack("<I", CONNECT):
+        if len(message) != 268 or message[:4] != struct.pack("<I", CONNECT):
             return False
-        (size,) = struct.unpack_from("<I", message, 4)
+        (size,) = struct.unpack_from("<I", message, 8)
         return size <= 256 and (size == len(sender.address) or
                                 b"shm" in sender.address)
 
     def opens(self, sender, message):
         """Returns whether this is a CONNECT from the sender all the same."""
         size = len(sender.address)
-        return self.looks_good(sender, message) and message[4:8 + size] == (
+        return self.looks_good(sender, message) and message[8:12 + size] == (
             struct.pack("<I", size) + sender.address)
 
     # ---- What the server has to do meanwhile, and afterwards ----

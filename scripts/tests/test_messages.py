@@ -15,8 +15,8 @@ import pytest
 from conftest import (ACCEPT, ALIVE, BUILD, BYE, CHUNK, CONNECT, CREDIT, ERROR,
                       FREE, JOIN, LIBFABRIC_LEAKS, MALLOC, PROGRAMS, QUICK, READY,
                       REPLY, SAVED, SHORT, TABLE_ALIVE, TABLE_REPLY, USAGE, FakeClient,
-                      address_message, append, base, end, give_up, numbers, put, report,
-                      request)
+                      address_message, append, base, end, give_up, numbers, put,
+                      read_address, report, request)
 
 TEXT, RANDOM_FILL, PROGRESS = 4, 4, 5
 HUGE = 2**64 - 1
@@ -39,6 +39,11 @@ each_once = pytest.mark.parametrize(
 # they are at it.
 OTHERS = {**QUICK, "5_reverse": ["0123456789" * 6000],
           "6_write": ["65536", "100"], "7_queue": ["65536", "100", "3"]}
+
+
+def stray_accept(fake):
+    """An ACCEPT for a client that had this address before."""
+    return address_message(ACCEPT, b"nowhere", nonce=fake.nonce ^ 1)
 
 
 def fill(program, page_size=4096, indices=(0, 1), num_pages=None, context=7,
@@ -195,15 +200,16 @@ def session_messages(program):
 
 @each_session
 def test_in_a_session(run, serve, program, provider):
-    """Messages that end the session of their sender. An ACCEPT does not: it may be
-    the server's answer to a client that had the address of this session before."""
+    """Messages that end the session of their sender. An ACCEPT with another nonce
+    does not: it may be the server's answer to a client that had the address of this
+    session before."""
     server = serve(program, provider)
     client = FakeClient(run, server)
     bad = session_messages(program)
     with others(server):
         for what, messages in bad.items():
             client.open_session()
-            for message in [base(ACCEPT) + bytes(260), *messages]:
+            for message in [stray_accept(client), *messages]:
                 client.send(message)
             client.expect("error: bad message: ")
             assert len(server.errors()) == list(bad).index(what) + 1
@@ -277,9 +283,9 @@ def test_impossible_addresses(run, serve, program, provider):
             client.send(client.connect(address=address))
             server.process.wait_for(r"^(\[\d+\] )?error: .* is not an address",
                                     count=count)
-        # The server may answer itself.
+        # The server may answer itself, and ignores that.
         client.send(client.connect(address=bytes.fromhex(server.address)))
-        server.process.wait_for(r"^(\[\d+\] )?error: bad message: ")
+        server.process.wait_for("Received CONNECT .* " + server.address)
     server.check_client()
     server.stop()
 
@@ -404,13 +410,13 @@ class FakeServer(FakeClient):
         """Takes the CONNECT."""
         connect = self.receive()
         assert connect[:4] == base(CONNECT)
-        (size,) = struct.unpack_from("<I", connect, 4)
-        self.peer(connect[8:8 + size].hex())
+        self.nonce, client = read_address(connect)
+        self.peer(client)
 
     def accept(self, address=None, addr_size=None):
         return address_message(
             ACCEPT, bytes.fromhex(self.address) if address is None else address,
-            addr_size)
+            addr_size, nonce=self.nonce)
 
 
 @each_once
@@ -437,15 +443,17 @@ def test_bad_answers(run, build, program, provider):
 
 @two_providers
 def test_stray_messages(run, build, provider):
-    """What arrives before the ACCEPT, and is none, was meant for somebody else."""
+    """What arrives before the ACCEPT, and is none, was meant for somebody else, and
+    so was an ACCEPT with another nonce, whenever it arrives."""
     server = FakeServer(run, build, "5_reverse", provider)
     server.meet()
     for stray in [b"", base(99) + server.accept()[4:], base(PROGRESS),
-                  base(TEXT) + b"tfel ,thgir"]:
+                  base(TEXT) + b"tfel ,thgir", stray_accept(server)]:
         server.send(stray)
     server.send(server.accept())
     text = server.receive()
     assert text[:4] == base(TEXT)
+    server.send(stray_accept(server))
     server.send(text[:4] + text[:3:-1])
     assert server.receive() == base(BYE)
     assert server.client.wait(30) == 0, server.client.output

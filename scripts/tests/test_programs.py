@@ -15,11 +15,12 @@ ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 CLIENTS = int(os.environ.get("CLIENTS", "8"))
 
 
-def skip_lost_reads(program, provider):
+def skip_lossy(program, provider):
     """The net provider came with libfabric 1.16 and went with 1.18."""
-    if (program, provider) == ("8_malloc", "udp;ofi_rxd") and "net" in PROVIDERS:
-        pytest.skip("libfabric 1.17's ofi_rxd now and then loses one of many READs "
-                    "on a busy machine")
+    if provider == "udp;ofi_rxd" and program in ("8_malloc", "10_lock") and \
+            "net" in PROVIDERS:
+        pytest.skip("libfabric 1.17's ofi_rxd now and then loses one of many READs or "
+                    "atomic operations on a busy machine")
 
 
 def check_all(server, clients, timeout=120):
@@ -50,7 +51,7 @@ def check_last_lines(server, count):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_data(serve, program, provider, monkeypatch):
     """A client gets correct data, with the settings that a user has."""
-    skip_lost_reads(program, provider)
+    skip_lossy(program, provider)
     monkeypatch.delenv(RXM_BUFFERS, raising=False)
     server = serve(program, provider)
     server.check_client()
@@ -169,7 +170,7 @@ def test_eagain(serve, provider):
     if provider in ("", "shm") or program in ("5_reverse", "7_queue")])
 def test_four_clients(serve, program, provider):
     """Started at the same moment, all are served."""
-    skip_lost_reads(program, provider)
+    skip_lossy(program, provider)
     server = serve(program, provider)
     check_all(server, [server.start_client(*QUICK.get(program, []))
                        for _ in range(4)])

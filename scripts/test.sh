@@ -18,7 +18,7 @@ make -j2 all build/sanitized/allocator BUILD=build/sanitized \
 
 python=$(python_with pytest xdist)
 # Most tests spend their time waiting, so several of them wait at a time.
-tests=("$python" -m pytest -p no:cacheprovider -n 3 -rs scripts/tests "$@")
+tests=("$python" -m pytest -p no:cacheprovider -n 4 -rs scripts/tests "$@")
 # Whenever a program starts, the verbs provider of libfabric 1.17 reads all symbols of
 # the kernel, twice. That is a quarter of all the work of the tests, so root hides them.
 hide="mount --bind /dev/null /proc/kallsyms"

@@ -121,7 +121,8 @@ def reserve_port(server):
 @pytest.mark.parametrize("program", ["4_hello", "7_queue"])
 def test_server_gone(serve, run, build, program):
     """A client whose server has gone, or never was there, says so."""
-    servers = [serve(program, provider) for provider in PROVIDERS]
+    servers = [serve(program, provider) for provider in PROVIDERS
+               if program == "4_hello" or provider in ("", "shm")]
     for server in servers:
         server.process.signal(signal.SIGKILL)
         server.process.wait()
@@ -330,7 +331,7 @@ def test_client_signals_at_the_start(serve, program, provider):
 
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         # Over tcp, none has ever harmed the server.
-        count = 30 if provider == "shm" else 10
+        count = 15 if provider == "shm" else 5
         list(pool.map(interrupt, [random.uniform(0, 0.5) for _ in range(count)]))
     server.check_client()
     server.stop()

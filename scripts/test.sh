@@ -12,9 +12,9 @@ cd "$(dirname "$0")/.."
 export BUILD=build
 make -j2 all build/sender build/allocator build/callbacks build/bench_loop \
   build/reorder.so
-# Reports need line numbers, and nothing else that takes a compiler long (-g1).
+# Reports need line numbers (-g1), and nothing else that takes a compiler long.
 make -j2 all build/sanitized/allocator BUILD=build/sanitized \
-  CXXFLAGS="-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined"
+  CXXFLAGS="-O0 -g1 -fsanitize=address,undefined"
 
 python=$(python_with pytest xdist)
 # Most tests spend their time waiting, so several of them wait at a time.

@@ -5,7 +5,7 @@ not part of `make test`.
 Usage: scripts/tests/fuzz.py [--messages 20000] [--seed N] [--provider tcp]
            [PROGRAM...]
   make build/4_hello build/sender
-  make all BUILD=build/sanitized CXXFLAGS="-O1 -g1 -fsanitize=address,undefined"
+  make all BUILD=build/sanitized CXXFLAGS="-O0 -g1 -fsanitize=address,undefined"
       builds what it needs; scripts/test.sh does so, too
 
 Several senders at a time open sessions. Each takes good messages of the program and

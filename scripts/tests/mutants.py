@@ -21,7 +21,7 @@ import typing
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
 COPY = f"{ROOT}/build/mutants"
-SANITIZED = "-O1 -g1 -fno-omit-frame-pointer -fsanitize=address,undefined"
+SANITIZED = "-O0 -g1 -fsanitize=address,undefined"
 
 
 class Mutant(typing.NamedTuple):

@@ -18,11 +18,4 @@ make -j2 all build/sanitized/allocator BUILD=build/sanitized \
 
 python=$(python_with pytest xdist)
 # Most tests spend their time waiting, so several of them wait at a time.
-tests=("$python" -m pytest -p no:cacheprovider -n 4 -rs scripts/tests "$@")
-# Whenever a program starts, the verbs provider of libfabric 1.17 reads all symbols of
-# the kernel, twice. That is a quarter of all the work of the tests, so root hides them.
-hide="mount --bind /dev/null /proc/kallsyms"
-if unshare -m bash -c "$hide" 2>/dev/null; then
-  exec unshare -m bash -c "$hide"' && exec "$@"' bash "${tests[@]}"
-fi
-exec "${tests[@]}"
+without_symbols "$python" -m pytest -p no:cacheprovider -n 4 -rs scripts/tests "$@"

@@ -127,7 +127,7 @@ ssize_t WriteMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
                  .rma_iov = {msg->rma_iov, msg->rma_iov + msg->rma_iov_count},
                  .msg = *msg,
                  .flags = flags};
-  if (msg->desc) write.desc = {msg->desc, msg->desc + msg->iov_count};
+  if (msg->desc) write.desc.assign(msg->desc, msg->desc + msg->iov_count);
   endpoint.writes.push_back(std::move(write));
   return 0;
 }

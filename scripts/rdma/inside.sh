@@ -40,7 +40,7 @@ without=(shm net sockets ofi_rxd
 status=0
 test_over rxe -k "$(printf 'not %s and ' "${without[@]}")not nothing" "$@" \
   scripts/tests/test_rdma.py \
-  scripts/tests/test_{programs,failures,messages,malloc,file,lock}.py || status=1
+  scripts/tests/test_{programs,failures,messages,malloc,file,lock,reorder}.py || status=1
 
 if modprobe -q -n siw; then
   run rdma link delete rxe0

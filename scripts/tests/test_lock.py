@@ -12,7 +12,7 @@ import time
 import pytest
 
 from conftest import (BUILD, BYE, JOIN, LIBFABRIC_LEAKS, PROVIDERS, ROOT, TABLE_ALIVE,
-                      TABLE_REPLY, FakeClient, FakeServer, Server, base, make, report)
+                      TABLE_REPLY, FakeClient, FakeServer, base, report)
 
 LEASE = 1  # s
 LOG_SIZE = 1 << 20  # entries
@@ -306,30 +306,6 @@ def test_bad_replies(run, build, reply):
     assert server.receive_other_than(base(TABLE_ALIVE)) == base(BYE)
     assert server.client.wait(30) == 1
     assert re.search(r"error: bad message: ", server.client.output)
-
-
-# ---- The program that is broken on purpose ----
-
-@pytest.mark.builds("plain")
-def test_break(run, build, tmp_path):
-    """Where nobody waits and nobody compares, two clients lose changes, and know how
-    many: those that are missing in the server's ledger. One alone loses none."""
-    assert "HOLD_MS=1 build/break/10_lock ADDRESS & " in make(
-        "break-10", f"BUILD={tmp_path}", "CXXFLAGS=-O0")
-    server = Server(run, f"{tmp_path}/break", "10_lock")
-    server.check_client("200")
-    assert check_left(server)[1] == 200
-    clients = [server.start_client(HOLD_MS="1") for _ in range(2)]
-    lost = 0
-    for client in clients:
-        client.wait()
-        found = re.search(r"^error: (\d+) of our 1000 changes of the ledger have been "
-                          "lost$", client.output, re.M)
-        lost += int(found[1]) if found else 0
-    assert lost > 0, [client.output for client in clients]
-    server.process.wait_for(
-        f"^error: the log has 2000 entries, the ledger {2000 - lost} changes, ")
-    server.stop()
 
 
 # ---- Networks that are not here: see reorder.cpp ----

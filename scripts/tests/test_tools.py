@@ -366,6 +366,7 @@ def what_is_missing(root, tables):
          "chapters/{}.md".format)
     each(numbered(f"{root}/scripts/exercises", ".patch"),
          "scripts/exercises/{}.patch".format)
+    each(numbered(f"{root}/scripts/breaks", ".patch"), "scripts/breaks/{}.patch".format)
     each(tables["SUCCESS"], "SUCCESS[{!r}] in scripts/tests/conftest.py".format)
     exercises = [name.removeprefix("exercise_") for name in
                  numbered(f"{root}/scripts/exercises", ".py")
@@ -378,10 +379,6 @@ def what_is_missing(root, tables):
     messages += [f"{table}[{name!r}] in scripts/tests/conftest.py: there is no "
                  f"src/{name}.cpp" for table in ["QUICK", "SHORT"]
                  for name in tables[table] if name not in programs]
-    if os.path.isdir(f"{root}/scripts/breaks"):
-        messages += [f"scripts/breaks/{name}.patch: there is no program for it"
-                     for name in numbered(f"{root}/scripts/breaks", ".patch")
-                     if not name.startswith(tuple(programs))]
     return messages
 
 
@@ -395,6 +392,7 @@ def test_every_program_has_everything():
     ("src/10_lock.cpp", [
         "chapters/10_lock.md is missing: 10_lock needs it",
         "scripts/exercises/10_lock.patch is missing: 10_lock needs it",
+        "scripts/breaks/10_lock.patch is missing: 10_lock needs it",
         "SUCCESS['10_lock'] in scripts/tests/conftest.py is missing: 10_lock needs it",
         "scripts/exercises/exercise_10.py is missing: its program needs it"]),
     ("src/4_twin.cpp", ["src/: two programs have the number 4"]),
@@ -405,8 +403,7 @@ def test_every_program_has_everything():
     ("scripts/exercises/10_lock.patch",
      ["scripts/exercises/10_lock.patch: there is no src/10_lock.cpp"]),
     ("scripts/breaks/10_lock.patch",
-     ["scripts/breaks/10_lock.patch: there is no program for it"]),
-    ("scripts/breaks/4_hello.patch", []),
+     ["scripts/breaks/10_lock.patch: there is no src/10_lock.cpp"]),
     ("", ["SUCCESS['10_lock'] in scripts/tests/conftest.py: there is no "
           "src/10_lock.cpp",
           "QUICK['10_lock'] in scripts/tests/conftest.py: there is no "
@@ -416,7 +413,7 @@ def test_finds_what_is_missing(tmp_path, path, message):
     tables = {"SUCCESS": {"4_hello": ""}, "QUICK": {}, "SHORT": {}}
     for name in ["src/4_hello.cpp", "chapters/4_hello.md",
                  "scripts/exercises/exercise_4.py", "scripts/exercises/conftest.py",
-                 "scripts/exercises/4_hello.patch"]:
+                 "scripts/exercises/4_hello.patch", "scripts/breaks/4_hello.patch"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert what_is_missing(tmp_path, tables) == []

@@ -1,0 +1,140 @@
+"""The programs that are broken on purpose (make break-4 and so on): each still goes
+wrong as its chapter says, with the commands that its patch names."""
+
+import filecmp
+import os
+import re
+import subprocess
+
+import pytest
+
+from conftest import BUILD, PROVIDERS, ROOT, Server, make, number, write_source
+
+pytestmark = pytest.mark.builds("plain")
+
+
+@pytest.fixture
+def broken(run, tmp_path):
+    """Builds the broken program and starts its server: broken("6_write", "shm")."""
+    def start(program, provider="", **kwargs):
+        said = make(f"break-{number(program)}", f"BUILD={tmp_path}", "CXXFLAGS=-O0")
+        assert f" build/break/{program} ADDRESS" in said
+        return Server(run, f"{tmp_path}/break", program, provider, **kwargs)
+    return start
+
+
+def test_4_hello(run, broken):
+    """Where libfabric copies a short text before it goes on, the mistake is hidden."""
+    server = broken("4_hello")
+    for text in "Hello, world!", "x" * 20000:
+        server.check_client(text)
+    received = server.process.wait_for(r"^Received 20000 bytes: (.*)$")[1]
+    assert "?" in received
+    assert "Received 13 bytes: Hello, world!\n" in server.process.output
+    server.stop()
+    if "sockets" in PROVIDERS:
+        server = Server(run, os.path.dirname(server.path), "4_hello", "sockets")
+        server.check_client()
+        server.process.wait_for(r"^Received 13 bytes: \?{13}$")
+
+
+def test_5_reverse(run, broken):
+    """Everybody waits for the client that stands still, until the server gives it up."""
+    server = broken("5_reverse")
+    for path, order in [(f"{BUILD}/5_reverse", ["[2] Done.", "[1] error: "]),
+                        (server.path, ["[1] error: ", "[2] Done."])]:
+        server = Server(run, os.path.dirname(path), "5_reverse")
+        # Nobody reads what this one prints, and that is more than a pipe holds.
+        still = subprocess.Popen([path, server.address, "x" * 65532],
+                                 stdout=subprocess.PIPE)
+        try:
+            server.process.wait_for(r"^\[1\] Received CONNECT")
+            server.check_client()
+            for line in order:
+                server.process.wait_for("^" + re.escape(line), 30)
+            assert server.process.output.index(order[0]) < \
+                server.process.output.index(order[1])
+        finally:
+            still.kill()
+            still.communicate()
+        server.stop()
+
+
+@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+def test_6_write(broken, provider):
+    """Nothing is wrong, until the network does what it may."""
+    server = broken("6_write", provider)
+    for _ in range(3):
+        server.check_client()
+    server.stop()
+    server = broken("6_write", provider, LD_PRELOAD=f"{ROOT}/{BUILD}/reorder.so")
+    client = server.start_client(LD_PRELOAD="")
+    assert client.wait() == 1
+    assert client.output.endswith(
+        "Received RDMA WRITE to local memory.\nerror: the data is not correct\n")
+    server.stop()
+
+
+def test_7_queue(broken):
+    """The report of progress queues behind all WRITEs, so the client hears nothing."""
+    server = broken("7_queue")
+    client = server.start_client("1048576", "16", "20000")
+    assert client.wait() == 1
+    assert "error: waiting for the pages: nothing has happened for 10 s" in \
+        client.output
+    # It was served all the time, and the server has told it so.
+    assert re.search(r"^\[1\] .*WRITE: +0%, [1-9]\d*/320000,", server.process.output,
+                     re.M)
+    server.stop()
+
+
+def test_8_malloc(broken):
+    """One client alone finds its data in memory that it has given back, two of them
+    do not."""
+    server = broken("8_malloc")
+    for _ in range(3):
+        server.check_client()
+    for _ in range(10):
+        clients = [server.start_client() for _ in range(2)]
+        if 0 < sum(client.wait() for client in clients):
+            break
+    assert any(re.search(r"^error: the data of \d+ pieces is not correct$",
+                         client.output, re.M) for client in clients), \
+        [client.output for client in clients]
+    server.stop()
+
+
+@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+def test_9_file(broken, tmp_path, provider):
+    """Everybody is content, and the file has the right size and the wrong bytes."""
+    server = broken("9_file", provider, SLOW_DISK_MS="20")
+    source = tmp_path / "original"
+    write_source(source, 30_000_000, 1)
+    client = server.start_client(str(source))
+    assert client.wait() == 0, client.output
+    assert "The server has saved the file." in client.output
+    saved = f"{server.folder}/original"
+    assert os.path.getsize(saved) == os.path.getsize(source)
+    assert not filecmp.cmp(saved, source, shallow=False)
+    assert not server.errors()
+    server.stop()
+
+
+def test_10_lock(broken):
+    """Where nobody waits and nobody compares, two clients lose changes, and know how
+    many: those that are missing in the server's ledger. One alone loses none."""
+    server = broken("10_lock")
+    left = (r"^(?:error: )?the log has (\d+) entries, the ledger (\d+) changes, ")
+    server.check_client("200")
+    assert server.process.wait_for(left).groups() == ("200", "200")
+    clients = [server.start_client(HOLD_MS="1") for _ in range(2)]
+    lost = 0
+    for client in clients:
+        client.wait()
+        found = re.search(r"^error: (\d+) of our 1000 changes of the ledger have been "
+                          "lost$", client.output, re.M)
+        lost += int(found[1]) if found else 0
+    assert lost > 0, [client.output for client in clients]
+    assert server.process.wait_for(left, count=2).groups() == ("2000",
+                                                               str(2000 - lost))
+    server.stop()

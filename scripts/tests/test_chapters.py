@@ -8,8 +8,9 @@ import subprocess
 import pytest
 
 import chapters
+import lines
 from chapters import Page
-from conftest import PROVIDERS, ROOT, RXM_BUFFERS, make
+from conftest import PROGRAMS, PROVIDERS, ROOT, RXM_BUFFERS, make
 
 PAGES = ["README.md", "scripts/README.md"] + [
     f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
@@ -36,6 +37,14 @@ def test_every_program_has_a_chapter():
 @pytest.mark.parametrize("check", CHECKS)
 def test_page(check, path):
     messages = CHECKS[check](Page(ROOT, path))
+    assert not messages, "\n".join(messages)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_lines(program):
+    """Every line of a step is shown, or what it belongs to is named."""
+    page = Page(ROOT, f"chapters/{program}.md")
+    messages = lines.check_lines(page) + lines.check_counts(page)
     assert not messages, "\n".join(messages)
 
 
@@ -164,6 +173,54 @@ def sample(folder, path=None, old=None, new=None):
             assert text.count(old) == 1, text
             text = text.replace(old, new)
         (folder / name).write_text(text)
+
+
+# A program in which each kind of definition is somewhere.
+DEFINITIONS = """\
+constexpr int kShown = 1;
+constexpr int kNamed = 2;  // a comment
+enum class Kind : int { kFirst, kSecond };
+
+template <typename T>
+struct Pair {
+  std::function<void(int)> callback;
+  T member = {};
+  int* Pointer() const { return nullptr; }
+  explicit Pair(int number, const std::function<void(int)>& done,
+                bool late = false)
+      : member(number) {
+    done(number);
+  }
+};
+
+using Free = std::unique_ptr<int, void (*)(int*)>;
+
+int main() {
+  return 0;
+}
+"""
+
+
+def test_lines_are_counted(tmp_path):
+    found = list(lines.definitions(DEFINITIONS.split("\n")))
+    assert [(d.name, d.first + 1, d.last + 1) for d in found] == [
+        ("kShown", 1, 1), ("kNamed", 2, 2), ("Kind", 3, 3), ("Pair", 5, 15),
+        ("callback", 7, 7), ("member", 8, 8), ("Pointer", 9, 9), ("Pair", 10, 14),
+        ("Free", 17, 17), ("main", 19, 21)]
+    for folder, name, text in [
+            ("src", "4_a.cpp", "int main() {\n  return 0;\n}\n"),
+            ("src", "5_b.cpp", "// Based on 4_a.\n" + DEFINITIONS),
+            ("chapters", "4_a.md", "# A\n"),
+            ("chapters", "5_b.md", "# B\n\n`kNamed`, `Pair::Pointer`. It removes 0 "
+             "lines\nand adds 18.\n\n```cpp\nconstexpr int kShown = 1;\n```\n")]:
+        (tmp_path / folder).mkdir(exist_ok=True)
+        (tmp_path / folder / name).write_text(text)
+    page = Page(tmp_path, "chapters/5_b.md")
+    assert lines.check_lines(page) == [
+        f"chapters/5_b.md: neither shown nor named: {name} of src/5_b.cpp"
+        for name in ["Kind, in line 4", "Free, in line 18"]]
+    assert lines.check_counts(page) == [
+        "chapters/5_b.md:3: the step removes 0 lines and adds 19"]
 
 
 README = "README.md"

@@ -1,0 +1,163 @@
+#!/usr/bin/env python3
+"""Which lines of a step its chapter accounts for: it shows them, or its text names the
+function, constant or type that they belong to. Prints the shares of each chapter;
+test_chapters.py looks for what is left."""
+
+import os
+import re
+import subprocess
+import sys
+import typing
+
+ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
+sys.path += [f"{ROOT}/scripts/tests", f"{ROOT}/scripts/book"]
+
+import chapters  # noqa: E402  (the path has to be known)
+
+
+class Definition(typing.NamedTuple):
+    """Where in a program something is defined: the numbers of its lines, from 0."""
+    name: str
+    first: int
+    last: int
+    kind: str  # function, type or value: a constant, a field, a value of an enum
+
+
+# Lines that need no account: blank ones, comments, the preprocessor's, texts, and what
+# only ends something.
+NOTHING_NEW = re.compile(r"\s*($|//|#|\"|[})\]]+[;,]?$|using namespace|struct \w+;$|"
+                         r"static_assert|constexpr const char\* kUsage)")
+
+
+def definitions(lines, first=0, last=None, indent="", ends=("{", ";", "}")):
+    """What clang-format has put at this indentation, and the members of types."""
+    last = len(lines) if last is None else last
+    at = first
+    while at < last:
+        start = at
+        if not re.match(indent + r"[\w~\[]", lines[at]):
+            at += 1
+            continue
+        code = ""
+        while True:
+            code += " " + re.sub(r"\s*//.*", "", lines[at]).strip()
+            if code.endswith(ends) or at + 1 == last:
+                break
+            at += 1
+        if code.endswith("{"):
+            at = next(i for i in range(at + 1, last)
+                      if lines[i].startswith(indent + "}"))
+        type_ = re.match(r"(?: template <.*>)? (enum class|struct) (\w+)[^(=]*\{(.*\};)?$",
+                         code)
+        # A field may be a function, too.
+        function = re.match(r"(?! std::function| using)[^=({]*?(~?\w+)\(", code)
+        value = re.search(r"(\w+)(\[\w*\])?( ?= ?.*|\{.*)?[;,{]$", code)
+        if type_:
+            yield Definition(type_[2], start, at, "type")
+            yield from definitions(lines, start + 1, at, indent + "  ",
+                                   (",",) if type_[1] != "struct" else ends)
+        elif function:
+            yield Definition(function[1], start, at, "function")
+        elif value:
+            yield Definition(value[1], start, at, "value")
+        at += 1
+
+
+def new_lines(page, source):
+    """The numbers of the lines that the page's program does not share with the one that
+    it is based on, without those that need no account."""
+    numbers = range(len(source))
+    if page.before:
+        paths = [f"{page.root}/src/{name}.cpp" for name in (page.before, page.program)]
+        done = subprocess.run(
+            ["diff", "--old-line-format=", "--unchanged-line-format=",
+             "--new-line-format=%dn\n", *paths],
+            check=False, text=True, capture_output=True)
+        numbers = [int(number) - 1 for number in done.stdout.split()]
+    return [number for number in numbers if not NOTHING_NEW.match(source[number])]
+
+
+def shown_lines(page, source):
+    """The numbers of the lines that are in excerpts and diffs."""
+    shown = set()
+    for block in page.blocks:
+        if block.info in chapters.CPP:
+            parts = chapters.split(block.lines, lambda line: line.strip() == "// ...")
+        elif block.info == "diff":
+            parts = chapters.split(block.lines, lambda line: line.strip() == "...")
+            parts = [(at, [line[1:] for line in part if not line.startswith("-")])
+                     for at, part in parts]
+        else:
+            continue
+        for _, part in parts:
+            at = chapters.find(part, source, 0) if part else -1
+            shown.update(range(at, at + len(part)) if at >= 0 else [])
+    return shown
+
+
+class Account(typing.NamedTuple):
+    new: int
+    shown: int
+    left: dict  # the names that the text lacks, each with its lines
+
+
+def account(page):
+    source = [line.rstrip() for line in
+              chapters.read(f"{page.root}/src/{page.program}.cpp").split("\n")]
+    found = list(definitions(source))
+    shown = shown_lines(page, source)
+    new = new_lines(page, source)
+    words = re.compile(r"~?\w+")
+    named = set(words.findall(" ".join(
+        match[0] for match in chapters.CODE_SPAN.finditer(page.prose))))
+    # A constant or a field that is used where the chapter shows it needs no more.
+    used = set(words.findall("\n".join(source[number] for number in shown)))
+    left = {}
+    for number in new:
+        around = [d for d in found if d.first <= number <= d.last]
+        owner = around[-1] if around else Definition("?", number, number, "function")
+        if number in shown or owner.name in named or \
+                owner.kind == "value" and (
+                    owner.name in used or around[0].name in named):
+            continue
+        left.setdefault(owner.name, []).append(number + 1)
+    return Account(len(new), len(shown.intersection(new)), left)
+
+
+def check_lines(page):
+    """Each line that is new in a program is shown, or what it belongs to is named."""
+    if page.program not in chapters.programs(page.root):
+        return []
+    return [f"{page.path}: neither shown nor named: {name}, in line {lines[0]} of "
+            f"src/{page.program}.cpp" for name, lines in account(page).left.items()]
+
+
+def check_counts(page):
+    """A chapter that says how many lines its step removes and adds is right."""
+    said = re.search(r"removes\s+(\d+)\s+lines\s+and\s+adds\s+(\d+)", page.prose)
+    if said is None or page.before is None:
+        return []
+    paths = [f"{page.root}/src/{name}.cpp" for name in (page.before, page.program)]
+    done = subprocess.run(
+        ["git", "diff", "--no-index", "--numstat", "--patience", *paths],
+        check=False, text=True, capture_output=True)
+    added, removed = done.stdout.split()[:2]
+    if said.groups() == (removed, added):
+        return []
+    return [page.message(chapters.line_at(page.prose, said.start()),
+                         f"the step removes {removed} lines and adds {added}")]
+
+
+def main():
+    for program in chapters.programs(ROOT):
+        new, shown, left = account(chapters.Page(ROOT, f"chapters/{program}.md"))
+        lost = sum(map(len, left.values()))
+        print(f"{program}: {new} new lines, {100 * shown // new} % shown, "
+              f"{100 * (new - shown - lost) // new} % named, {lost} neither")
+        for name, lines in left.items():
+            print(f"  {name}: line {lines[0]}" + f" and {len(lines) - 1} more"
+                  * (len(lines) > 1))
+
+
+if __name__ == "__main__":
+    main()

@@ -659,7 +659,7 @@ Address AddressIn(const AppConnectMessage& connect) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // of all RECVs
+  std::list<Buffer> bufs;           // of all RECVs and SENDs
   std::vector<Buffer*> idle_recvs;  // those without a RECV
   std::deque<RdmaOp> arrivals;      // completed RECVs
   std::vector<Buffer*> idle_sends;  // those without a message

@@ -51,7 +51,7 @@ MUTANTS = {
     "aside": Mutant(
         "a ledger that is valid is not written", "10_lock",
         "if (turn.ledger == aside) ++aside;", "",
-        "test_lock.py test_holder_that_goes or test_slow_holder"),
+        "test_lock.py test_late_completions"),
     "claim": Mutant(
         "a record of the hash table belongs to one key", "10_lock",
         "if (before == 0 || before == key) return place;", "return place;",

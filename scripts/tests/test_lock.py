@@ -327,6 +327,23 @@ def test_late_writes(serve, provider):
 
 
 @pytest.mark.builds("plain")
+def test_late_completions(serve):
+    """A client whose own ledger is the valid one WRITEs the next one aside, and loses
+    its turn before it can make that valid. So nobody ever sees it."""
+    server = serve("10_lock")
+    slow = server.start_client("3", **{**PRELOAD, "REORDER_MS": "0",
+                                       "REORDER_COMPLETIONS_MS": str(1500 * LEASE)})
+    slow.wait_for(r"^\[\d+\] [12]/3 changes", 30)
+    other = server.start_client("5")
+    for client in other, slow:
+        assert client.wait() == 0, client.output
+    assert turns(other)[1] >= 1 and turns(slow)[0] >= 1
+    assert check_left(server)[:2] == [8, 8]
+    assert not server.errors()
+    server.stop()
+
+
+@pytest.mark.builds("plain")
 def test_no_atomics(run, build):
     """A provider without atomics is refused at the start, by its name."""
     refused = {"tcp": {"NO_ATOMICS": "1", **PRELOAD}}

@@ -212,7 +212,7 @@ help:
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
-	@echo 'make break-10   build a program with one thing broken on purpose'
+	@echo 'make break-4    build a program with one thing broken on purpose'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'
 	@echo 'make clean      remove $(BUILD)/'

@@ -16,13 +16,12 @@ ulimit -l unlimited
 ibv_devinfo -d rxe0
 # With a device there, verbs is libfabric's first choice, so the tests of the default
 # provider run over verbs.
-# The latter keeps servers from crashing: see chapter 3.
-export FI_UNIVERSE_SIZE=100 FI_OFI_RXM_USE_SRX=1
+export FI_UNIVERSE_SIZE=100
 env -u FI_PROVIDER $BUILD/4_hello --list | sed 1q
 
 test_over() {  # KIND_OF_DEVICE PYTEST_OPTION...
   RDMA=$1 without_symbols "$(python_with pytest xdist)" -m pytest -p no:cacheprovider --color=no \
-    -n 2 -v -rs "${@:2}"
+    -n 2 -v -rsx "${@:2}"
 }
 
 # Left out: the other providers; what does not get as far as a network; what is about

@@ -1035,8 +1035,9 @@ struct RandomFillRequestState {
   void ContinuePostWrite() {
     if (!source || made_pages < page_idx.size()) return;
     size_t page_size = request_msg.page_size;
-    size_t max_outstanding = std::clamp<size_t>(
-        kMaxOutstandingBytes / page_size, 2, kMaxOutstandingWrites);
+    size_t max_outstanding =
+        std::min(std::max<size_t>(kMaxOutstandingBytes / page_size, 2),
+                 kMaxOutstandingWrites);
     size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);
     while (posted_write_ops < end) {
       // Post only what libfabric has room for, so that the queue stays short,

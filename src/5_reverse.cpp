@@ -858,7 +858,7 @@ int ServerMain(const char* program) {
 // Has the server reverse a text. Throws if it does not do it right.
 void ReverseText(Session& session, const std::string& text) {
   session.Send(AppMessageBase{AppMessageType::kText}, text);
-  printf("Sent %zu bytes: %s\n", text.size(), text.c_str());
+  printf("Sending %zu bytes: %s\n", text.size(), text.c_str());
   std::optional<Message> message;
   session.WaitUntil("waiting for the reversed text", [&] {
     message = session.Take();

@@ -20,7 +20,7 @@ def check(server, *texts):
     status = client.wait()
     assert status == 0, client.output
     expected = list(texts) or ["Hello, world!"]
-    assert lines_of(client, "Sent") == expected
+    assert lines_of(client, "Sending") == expected
     assert lines_of(client, "Received") == [text[::-1] for text in expected]
     assert client.output.count("The text is correct.\n") == 1
     assert client.output.endswith("The text is correct.\n")

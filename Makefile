@@ -128,7 +128,7 @@ FORCE:
 # ---- Everything else ----
 
 .PHONY: demo test test-rdma mutants bench bench-variants bench-file bench-lock lint \
-  figures clean help
+  book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -192,6 +192,11 @@ lint:
 	@scripts/install-deps.sh lint
 	clang-format --dry-run -Werror src/*.cpp scripts/*/*.cpp
 
+# The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
+book:
+	@scripts/install-deps.sh build book
+	@SERVE='$(SERVE)' scripts/book/book.sh
+
 # Draws the figures of the chapters as GitHub does.
 figures:
 	@scripts/book/figures.sh $(ARGS)
@@ -213,6 +218,7 @@ help:
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make break-4    build a program with one thing broken on purpose'
+	@echo 'make book       the chapters beside their programs, in build/book/'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'
 	@echo 'make clean      remove $(BUILD)/'

@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise, test,
-# rdma, machine, bench, lint, figures
+# rdma, machine, bench, lint, figures, book
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -77,6 +77,16 @@ for group in "$@"; do
     lint)
       need clang-format clang-tools-extra command -v clang-format
       ;;
+    book)
+      # pytest, because the book reads chapters with what tests them.
+      need "python3-markdown-it python3-mdit-py-plugins python3-pygments" \
+        "python3-markdown-it-py python3-mdit-py-plugins python3-pygments" \
+        python_with markdown_it mdit_py_plugins pygments
+      need python3-pytest python3-pytest python_with pytest
+      need git git command -v git
+      # Turns libfabric's manual pages into HTML.
+      need mandoc mandoc command -v mandoc
+      ;;
     figures)
       # A browser alone comes without a font.
       need "chromium fonts-liberation" "chromium liberation-sans-fonts" \
@@ -85,7 +95,7 @@ for group in "$@"; do
       ;;
     *)
       echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench] [lint]" \
-        "[figures]" >&2
+        "[figures] [book]" >&2
       exit 2
       ;;
   esac

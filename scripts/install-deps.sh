@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise, test,
-# rdma, machine, bench, lint, figures, book
+# rdma, machine, bench, lint, figures, book, browser
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -93,9 +93,15 @@ for group in "$@"; do
         browser
       need npm nodejs-npm command -v npm
       ;;
+    browser)
+      need "python3-selenium" "python3-selenium" python_with selenium
+      need "chromium fonts-liberation" "chromium liberation-sans-fonts" browser
+      need chromium-driver chromedriver command -v chromedriver
+      need npm nodejs-npm command -v npm
+      ;;
     *)
       echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench] [lint]" \
-        "[figures] [book]" >&2
+        "[figures] [book] [browser]" >&2
       exit 2
       ;;
   esac

@@ -99,11 +99,13 @@ function beside() {
     else centre(first, last);
   }
 
-  const words = lines => (/^\d+-\d+$/.test(lines) && lines.split("-")[0] !== lines.split("-")[1]
-    ? "lines " : /,/.test(lines) ? "lines " : "line ") + lines.split(",").map(range => {
-    const [first, last] = range.split("-");
-    return last && last !== first ? `${first} to ${last}` : first;
-  }).join(", ").replace(/, ([^,]*)$/, " and $1");
+  // "lines 436 to 444 and 460" for "436-444,460-460".
+  function words(lines) {
+    const all = ranges(lines);
+    const text = all.map(([first, last]) => last > first ? `${first} to ${last}` : first)
+      .join(", ").replace(/, ([^,]*)$/, " and $1");
+    return (all.length > 1 || all[0][1] > all[0][0] ? "lines " : "line ") + text;
+  }
 
   function mark(element) {
     if (found) found.classList.remove("found");
@@ -217,7 +219,7 @@ function beside() {
     const [, , kind, page, place] = run || [];
     const more = kind === "earlier"
       ? [" · explained in ", make("a", {href: page + "#" + place}, titles(page))]
-      : kind ? [kind === "shown" ? " · shown in the chapter" : " · named in the chapter"] : [];
+      : kind ? [" · ", make("a", {href: "#" + place}, kind + " in the chapter")] : [];
     const target = kind && !page && document.getElementById(place);
     hold(row(number), lines, ...more);
     mark(target);

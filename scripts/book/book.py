@@ -81,6 +81,8 @@ class Book:
                 f"<article><h1>{page}</h1>{self.manual.render(page)}</article>", page,
                 depth=1, kind="manual"))
         self.write("search.js", self.search_index())
+        # Tells GitHub's pages to leave the files as they are.
+        self.write(".nojekyll", "")
 
     def file_page(self, path):
         """A file of the repository that is no program of the book's, or a folder."""
@@ -200,51 +202,42 @@ class Chapter:
         self.heading = ("", title_of(page))
         self.paragraphs = 0
         if self.program:
-            self.program.mentioned = set()
+            self.names = {found.name for found in self.program.naming.definitions}
 
     # ---- Links ----
 
     def href(self, target):
         """Where a link of the Markdown file leads to in the book."""
-        if re.match(r"[a-z]+:", target):
-            return target
-        path, hash_, fragment = target.partition("#")
-        if not path:
+        path, _, fragment = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
             return target
         path = posixpath.normpath(posixpath.join(
             posixpath.dirname(self.page.path), path))
         name = page_name(path)
-        if path.startswith("src/"):
-            hash_, fragment = "#", fragment.partition("-")[0] or "program"
-            if not path.endswith(".cpp"):
-                hash_ = fragment = ""
         if name.startswith("files/"):
             self.book.files.add(path)
-        if name == page_name(self.page.path) and fragment:
-            return "#" + fragment
-        return name + hash_ + fragment
+        elif path.endswith(".cpp"):
+            # Of the lines that a link names, the first has a place.
+            fragment = fragment.partition("-")[0] or "program"
+        if fragment and name == page_name(self.page.path):
+            name = ""
+        return name + (fragment and f"#{fragment}")
 
     def mention(self, text):
         """What a piece of code in the text leads to: a definition in the program, or a
         manual page. None if nothing."""
         name = re.fullmatch(r"((?:\w+::)?~?\w+)(?:\(\))?", text)
-        name = name and name[1]
         if self.program and name:
-            found = self.program.targets.get(name)
+            found = self.program.targets.get(name[1])
             if found:
                 return f"#L{found.first + 1}", {
                     "data-lines": f"{found.first + 1}-{found.last + 1}"}
-        manual_page = re.fullmatch(r"(?:man )?([137]) (f\w+)", text)
-        if manual_page:
-            link = self.book.manual.link(manual_page[2], manual_page[1])
-        elif re.match(r"fi_info\b.", text):
-            link = self.book.manual.link("fi_info", "1")
-        elif re.match(r"man [137] f", text):
-            link = self.book.manual.link(text.split()[2], text.split()[1])
+        known = re.fullmatch(r"man ([137]) (f\w+)|(fi_info) .*", text)
+        if known:
+            link = self.book.manual.link(known[2] or known[3], known[1] or "1")
         else:
-            match = re.fullmatch(r"-?(" + chapters.NAME.pattern + r")(\(\))?", text)
-            link = match and not match[1].startswith("cuda") and \
-                self.book.manual.link(match[1])
+            known = re.fullmatch(rf"-?({chapters.NAME.pattern})(\(\))?", text)
+            link = known and self.book.manual.link(known[1])
         if link:
             return link, {"class": "man"}
         number = re.fullmatch(r"make diff-(\d+)", text)
@@ -259,9 +252,8 @@ class Chapter:
 
     def fence(self, token):
         block = self.blocks[token.map[0] + 2]
-        number = "".join(f"{line}\n" for line in block.lines)
         if block.info == "mermaid":
-            return self.figure(number)
+            return self.figure("".join(f"{line}\n" for line in block.lines))
         if block.info in chapters.CPP and self.program:
             text, ranges = self.program.excerpt(block)
             if text:
@@ -444,14 +436,12 @@ class Chapter:
         place = ""
         if self.program:
             for word in re.findall(r"~?\w+", text):
-                if word not in self.program.mentioned:
+                if word in self.names and word not in self.program.mentioned:
                     self.program.mentioned.add(word)
-                    place = place or f'<span id="name-{escape(word)}"></span>'
-                    if f'name-{word}"' not in place:
-                        place += f'<span id="name-{escape(word)}"></span>'
+                    place += f'<span id="name-{word}"></span>'
         code = f"<code>{escape(text)}</code>"
         link = self.mention(text)
-        if link and not any(token.type == "link_open" for token in open_links(tokens, at)):
+        if link and not in_link(tokens, at):
             attributes = "".join(f' {name}="{escape(value)}"'
                                  for name, value in link[1].items())
             code = f'<a href="{escape(link[0])}"{attributes}>{code}</a>'
@@ -475,7 +465,7 @@ class Chapter:
                      'aria-pressed="false" title="Only what is new (n)">New</button></span>')
         return f"""<section class="program" id="program" aria-label="The program {name}">
 <header><h2>{name}</h2>{said}{views}
-<p class="state" aria-live="polite"></p></header>
+<p class="state"></p></header>
 <div class="pane">
 <div class="code" tabindex="0" role="region" aria-label="{name}">{found.rows()}</div>
 <div class="map" title="The whole program: shown or named in the chapter; new">{found.map(runs)}<div class="view"></div></div>
@@ -491,15 +481,10 @@ def html_token(text):
     return token
 
 
-def open_links(tokens, at):
-    """The links that a token is in."""
-    found = []
-    for token in tokens[:at]:
-        if token.type == "link_open":
-            found.append(token)
-        elif token.type == "link_close":
-            found.pop()
-    return found
+def in_link(tokens, at):
+    """Whether a token is in a link: links can't be in each other."""
+    types = [token.type for token in tokens[:at]]
+    return types.count("link_open") > types.count("link_close")
 
 
 def plain(inline):
@@ -530,28 +515,24 @@ def size_of(path):
     return f'width="{round(float(box[1]))}" height="{round(float(box[2]))}"'
 
 
-ARROW = re.compile(r"\s*(?:-?-?-?(?:>>|\)|x)|-+\.?->|-\.->|--+|==+>)\s*")
-
-
 def figure_text(source):
     """A Mermaid figure in words, a list item for each of its lines."""
     names, items = {}, []
+    # The labels of nodes and participants, wherever they are introduced.
+    for name, label in re.findall(r'(\w+)\["?(.*?)"?\]', source) + \
+            re.findall(r"(?:participant|actor)\s+(\w+)\s+as\s+(.*)", source):
+        names[name] = label
     for line in source.splitlines()[1:]:
-        line = re.sub(r"<br\s*/?>", " ", line.strip())
-        line = re.sub(r"</?[bi]>", "", line)
-        alias = re.match(r"(?:participant|actor)\s+(\w+)\s+as\s+(.*)", line)
-        if alias:
-            names[alias[1]] = alias[2]
+        line = re.sub(r'(\w+)\[.*?\]', r"\1", line.strip())
+        if not line or re.match(r"participant|actor|style|class|linkStyle|%%|end$", line):
             continue
-        for name, label in re.findall(r"(\w+)\[\"?(.*?)\"?\]", line):
-            names[name] = label
-        line = re.sub(r"(\w+)\[\"?.*?\"?\]", r"\1", line)
-        line = re.sub(r"\s*(-->>|->>|-->|-\.->|---|-\))\s*", " → ", line)
-        line = re.sub(r"^Note over ([\w, ]+):\s*(.*)", r"\2 (\1)", line)
-        line = re.sub(r"\b(\w+)\b", lambda m: names.get(m[1], m[1])
-                      if m[1] in names else m[1], line)
-        if line and not line.startswith(("style", "class", "linkStyle", "%%")):
-            items.append(f"<li>{escape(line)}</li>")
+        line, colon, text = line.partition(":")
+        note = re.match(r"Note (?:over|left of|right of) (.*)", line)
+        line = note[1] if note else re.sub(
+            r"\s*(-->>|->>|--\)|-\)|-->|-\.->|---)\s*(\|.*?\|)?", r" → ", line)
+        line = re.sub(r"\w+", lambda match: names.get(match[0], match[0]), line)
+        line = re.sub(r"</?[bi]>", "", re.sub(r"<br ?/?>", " ", f"{line}{colon}{text}"))
+        items.append(f"<li>{escape(line)}</li>")
     return "".join(items)
 
 

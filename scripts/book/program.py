@@ -1,6 +1,7 @@
 """A program as the book shows it: highlighted, with what is new in it, and with the
 passage of a chapter that explains each line."""
 
+import functools
 import html
 import re
 import subprocess
@@ -130,6 +131,7 @@ class Program:
                     range(d.first, d.last + 1)), d.first))
         return targets
 
+    @functools.lru_cache(maxsize=None)
     def passage(self, number):
         """What explains a line: shown or named, the chapter's page (empty for this
         one), and the place in it. None if nothing does."""

@@ -148,10 +148,13 @@ function beside() {
     read();
   }
 
+  // Of what is to be seen below the bar; scrollIntoView takes it for the centre, too.
+  const middle = () => (64 + innerHeight) / 2;
+
   // Lights what the excerpt nearest to the reader's eye shows.
   function read() {
     if (held || !wide.matches) return;
-    const eye = innerHeight * 0.42;
+    const eye = middle();
     let best = null, least = Infinity;
     for (const candidate of parts) {
       const box = candidate.part.getBoundingClientRect();
@@ -289,6 +292,7 @@ function beside() {
     else if (location.hash === "#new") show("new");
     else if (/^#(name|excerpt)-/.test(location.hash))
       mark(document.getElementById(location.hash.slice(1)));
+    found?.scrollIntoView({block: "center"});
   }
   addEventListener("hashchange", arrive);
   // The browser goes to its own idea of the place first.
@@ -305,10 +309,9 @@ function beside() {
     else if (reading) hold(reading.excerpt, reading.excerpt.dataset.lines);
   };
   book.step = by => {
-    const middle = innerHeight / 2;
     const ahead = excerpts.filter(excerpt => {
       const box = excerpt.getBoundingClientRect();
-      return by * ((box.top + box.bottom) / 2 - middle) > 20;
+      return by * ((box.top + box.bottom) / 2 - middle()) > 20;
     });
     const next = by > 0 ? ahead[0] : ahead.at(-1);
     if (!next) return;

@@ -365,7 +365,9 @@ class Chapter:
 
     def footnote_ref(self, token):
         number = token.meta["id"] + 1
-        return (f'<sup class="ref"><a href="#note-{number}" id="ref-{number}" '
+        # A note that is referred to twice leads back to the first place.
+        place = "" if token.meta["subId"] else f' id="ref-{number}"'
+        return (f'<sup class="ref"><a href="#note-{number}"{place} '
                 f'aria-label="Note {number}">{number}</a></sup>')
 
     def with_places(self, tokens, notes):
@@ -401,7 +403,7 @@ class Chapter:
         for token in tokens:
             if token.type == "inline":
                 self.find_text(token, f"note-{note + 1}")
-        return [html_token(f'<aside class="note" id="note-{note + 1}"><a class="number" '
+        return [html_token(f'<aside class="note" role="note" id="note-{note + 1}"><a class="number" '
                            f'href="#ref-{note + 1}" aria-label="Back to the text">'
                            f"{note + 1}</a>\n"), *tokens, html_token("</aside>\n")]
 
@@ -454,8 +456,10 @@ class Chapter:
         runs = found.passages()
         name = f"{found.name}.cpp"
         views = said = ""
+        legend = "<i class=shown></i>shown <i class=named></i>named in the chapter"
         if found.parent:
             removed, added = found.step.size
+            legend += " <i class=new></i>new"
             said = (f'<span class="size"><b>+{added}</b> <s>−{removed}</s> against '
                     f'<a href="{found.parent.name}.html#program">{found.parent.name}</a>'
                     "</span>")
@@ -465,7 +469,8 @@ class Chapter:
                      'aria-pressed="false" title="Only what is new (n)">New</button></span>')
         return f"""<section class="program" id="program" aria-label="The program {name}">
 <header><h2>{name}</h2>{said}{views}
-<p class="state"></p></header>
+<p class="state"></p>
+<p class="legend">{legend}</p></header>
 <div class="pane">
 <div class="code" tabindex="0" role="region" aria-label="{name}">{found.rows()}</div>
 <div class="map" title="The whole program: shown or named in the chapter; new">{found.map(runs)}<div class="view"></div></div>

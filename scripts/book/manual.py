@@ -97,6 +97,8 @@ class Manual:
         text = re.sub(r'(?s)<table class="(head|foot)">.*?</table>', "", done.stdout)
         text = re.sub(r"<(/?)h2\b", r"<\1h3", text)
         text = re.sub(r"<(/?)h1\b", r"<\1h2", text)
+        text = re.sub(r'(?s)<table class="tbl">.*?</table>',
+                      r'<div class="table" tabindex="0">\g<0></div>', text)
         return re.sub(r"<pre\b", '<pre tabindex="0"', text)
 
     def render(self, page):

@@ -23,8 +23,8 @@ AXE = f"{ROOT}/build/axe/node_modules/axe-core/axe.min.js"
 PAGES = sorted(os.path.relpath(f"{folder}/{name}", BOOK)
                for folder, _, names in os.walk(BOOK) for name in names
                if name.endswith(".html"))
-CHAPTERS = [name for name in PAGES if re.match(r"\d", name)]
-PROGRAMS = [name for name in CHAPTERS if int(name.split("_")[0]) >= 4]
+PROGRAMS = sorted((name for name in PAGES if re.match(r"[4-9]|1\d", name)),
+                  key=lambda name: int(name.split("_")[0]))
 SIZES = {"phone": (360, 740), "tablet": (800, 1000), "wide": (1400, 900)}
 
 
@@ -155,7 +155,8 @@ def test_accessible(browser, page, scheme):
 def check(browser, selector="document"):
     found = browser.driver.execute_async_script("""
         const done = arguments[arguments.length - 1];
-        axe.run(%s, {runOnly: arguments[0], resultTypes: ["violations"]}).then(
+        axe.run(%s, {runOnly: arguments[0], preload: false,
+            resultTypes: ["violations"]}).then(
           result => done(result.violations.map(found => [found.id, found.nodes.length,
             found.nodes.slice(0, 3).map(node => [node.html.slice(0, 120),
                                                  node.failureSummary])])),
@@ -309,7 +310,7 @@ def test_new(browser, page):
     else; All shows all."""
     browser.open(page)
     visible = """[...document.querySelectorAll(arguments[0])].filter(element =>
-        element.offsetParent && element.getClientRects().length).length"""
+        element.checkVisibility()).length"""
     count = browser.script("return document.querySelectorAll('.code [id^=L]').length")
     new = browser.script("return document.querySelectorAll('.code .new').length")
     added, removed = map(int, re.findall(r"\d+", browser.find(".size").text)[:2])

@@ -39,7 +39,16 @@ addEventListener("DOMContentLoaded", () => {
     if (menu.open && !event.target.closest(".menu")) menu.open = false;
   });
   if ($("#program")) beside();
+  stops();
+  addEventListener("resize", stops);
 });
+
+// Tab stops only at what can be scrolled sideways.
+function stops() {
+  for (const box of $$("pre, .table, .wide"))
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+}
 
 // ---- The program beside the chapter ----
 
@@ -125,9 +134,9 @@ function beside() {
       if (ranges(lines).some(([first]) => fold.contains(row(first)))) fold.open = true;
     light(lines);
     const release = make("button", {type: "button", title: "Esc"},
-                         wide.matches ? "Follow the text again" : "Close");
+                         wide.matches ? "Let go" : "Close");
     release.addEventListener("click", follow);
-    say(`Held: ${words(lines)}`, ...more, release);
+    say(release, `Held: ${words(lines)}`, ...more);
     // The address says it, too, so that it can be sent to somebody.
     const [first, last] = ranges(lines)[0];
     history.replaceState(null, "", `#L${first}` + (last > first ? `-L${last}` : ""));

@@ -99,7 +99,7 @@ class Book:
                 lexer = BashLexer(stripnl=False)
             rows = program.highlight(chapters.read(f"{self.root}/{path}"), lexer)
             text = '<div class="code whole" tabindex="0">' + "".join(
-                f"<div id=L{n}><a href=#L{n}>{n}</a>{row}\n</div>"
+                f"<div id=L{n}><i>{n}</i>{row}\n</div>"
                 for n, row in enumerate(rows, 1)) + "</div>"
         return self.frame(f"<article><h1>{escape(path)}</h1>{text}</article>", path,
                           depth=1, kind="file")
@@ -147,6 +147,8 @@ class Book:
                     + "</ol>")
             menu.append("</li>")
         current = escape(title) if at is None else escape(self.titles[page.path])
+        if title == TITLE:
+            current = "Chapters"
         full = title if title == TITLE else f"{title} · {TITLE}"
         return f"""<!DOCTYPE html>
 <html lang="en" data-up="{up}">
@@ -287,6 +289,11 @@ class Chapter:
                          + (f"{first} to {last}" if last > first else f"{first}") + "</a>")
         said = ", ".join(links[:-1]) + " and " * (len(links) > 1) + links[-1]
         said = ("line " if len(ranges) == 1 and len(ranges[0]) == 1 else "lines ") + said
+        # Lines from the middle of something say of what.
+        around = [found.name for found in self.program.naming.around(ranges[0][0])
+                  if found.first < ranges[0][0] and found.kind == "function"]
+        if around:
+            said += f", in <code>{escape(around[-1])}</code>"
         lines = ",".join(f"{where[0] + 1}-{where[-1] + 1}" for where in ranges)
         return (f'<figure class="excerpt" id="{self.program.ids[block.line]}" '
                 f'data-lines="{lines}"><figcaption>{said}</figcaption>'
@@ -305,7 +312,8 @@ class Chapter:
             shutil.copy(path, self.book.out)
             images.append(f'<img class="{theme}" src="{digest}-{theme}.svg" '
                           f'alt="A figure; its text is below it." {size_of(path)}>')
-        return (f'<figure class="drawn">{"".join(images)}<details><summary>The figure as '
+        return ('<figure class="drawn"><div class="wide" tabindex="0">'
+                f'{"".join(images)}</div><details><summary>The figure as '
                 f"text</summary><ul>{figure_text(source)}</ul></details></figure>\n")
 
     def image(self, token):
@@ -314,8 +322,9 @@ class Chapter:
         shutil.copy(path, self.book.out)
         # A picture that does not know of themes stays as light as it is.
         plain = "" if "prefers-color-scheme" in chapters.read(path) else ' class="plain"'
-        return (f'<img{plain} src="{posixpath.basename(path)}" '
-                f'alt="{escape(token.content)}" {size_of(path)}>')
+        return (f'<span class="wide" tabindex="0"><img{plain} '
+                f'src="{posixpath.basename(path)}" alt="{escape(token.content)}" '
+                f"{size_of(path)}></span>")
 
     # ---- Markdown ----
 

@@ -95,6 +95,9 @@ class Manual:
         done = subprocess.run(["mandoc", "-Thtml", "-O", "fragment"], check=False,
                               input=self.texts[page], text=True, capture_output=True)
         text = re.sub(r'(?s)<table class="(head|foot)">.*?</table>', "", done.stdout)
+        # Within <pre>, a line has ended already.
+        text = re.sub(r"(?s)<pre.*?</pre>",
+                      lambda match: match[0].replace("\n<br/>\n", "\n"), text)
         text = re.sub(r"<(/?)h2\b", r"<\1h3", text)
         text = re.sub(r"<(/?)h1\b", r"<\1h2", text)
         text = re.sub(r'(?s)<table class="tbl">.*?</table>',

@@ -161,7 +161,9 @@ def test_excerpts(pages, name):
         said = " and ".join(said.rsplit(", ", 1))
         if len(ranges) == len(ranges[0]) == 1:
             said = said.replace("lines", "line")
-        assert text.startswith(said), (text[:60], said)
+        # After that comes the code, or the function that it is in.
+        assert text.startswith((said + parts[0][0], said + ", in ")) or \
+            block.info == "diff" and text.startswith(said), (text[:60], said)
         shown.update(*ranges)
     assert shown == lines.shown_lines(page, source)
 

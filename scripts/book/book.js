@@ -178,7 +178,7 @@ function beside() {
       excerpt.classList.toggle("reading", excerpt === best.excerpt);
     const lines = best.excerpt.dataset.lines;
     light(lines, best.part.dataset.lines);
-    say(words(lines).replace(/^l/, "L") + " of the program, as you read");
+    say(words(lines).replace(/^l/, "L") + ", as you read");
   }
 
   let waiting = false;

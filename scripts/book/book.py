@@ -385,6 +385,9 @@ class Chapter:
         done, waiting = [], []
         in_table = 0
         for at, token in enumerate(tokens):
+            if token.type == "th_open" and not tokens[at + 1].content:
+                # An empty cell heads nothing.
+                token.tag = tokens[at + 2].tag = "td"
             in_table += {"table_open": 1, "table_close": -1}.get(token.type, 0)
             if token.type == "heading_open":
                 self.heading_open(token, tokens[at + 1])
@@ -478,8 +481,7 @@ class Chapter:
                      'aria-pressed="false" title="Only what is new (n)">New</button></span>')
         return f"""<section class="program" id="program" aria-label="The program {name}">
 <header><h2>{name}</h2>{said}{views}
-<p class="state"></p>
-<p class="legend">{legend}</p></header>
+<div class="below"><p class="state"></p><p class="legend">{legend}</p></div></header>
 <div class="pane">
 <div class="code" tabindex="0" role="region" aria-label="{name}">{found.rows()}</div>
 <div class="map" title="The whole program: shown or named in the chapter; new">{found.map(runs)}<div class="view"></div></div>

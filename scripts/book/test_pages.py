@@ -46,6 +46,8 @@ class Browser:
                                {"browser": "ALL", "performance": "ALL"})
         self.driver = webdriver.Chrome(
             service=Service(shutil.which("chromedriver")), options=options)
+        # The checks of a long page take their time on a busy machine.
+        self.driver.set_script_timeout(300)
         self.script = self.driver.execute_script
         self.size()
 

@@ -7,7 +7,7 @@ set -euo pipefail
 
 program=$1
 shift
-# 7_queue moves 65 GB by default, which is more than a demonstration needs.
+# 7_queue moves 33 GB by default, which is more than a demonstration needs.
 if [ $# -eq 0 ] && [ "$(basename "$program")" = 7_queue ]; then
   set -- 65536 1000 50
 fi

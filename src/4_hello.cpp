@@ -592,7 +592,7 @@ int ClientMain(const Address& server_addr, const std::string& text) {
   CheckInterrupted();
   bool posted = false;
   bool sent = false;
-  auto send = [&] {
+  auto post_and_ask = [&] {
     if (!posted) {
       posted = net.Post({.type = RdmaOpType::kSend,
                          .peer = server,
@@ -605,7 +605,7 @@ int ClientMain(const Address& server_addr, const std::string& text) {
     }
     return sent;
   };
-  net.WaitUntil("sending the text", send, kContactGrace);
+  net.WaitUntil("sending the text", post_and_ask, kContactGrace);
   printf("Sent %zu bytes.\n", text.size());
   return 0;
 }

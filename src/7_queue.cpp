@@ -1035,8 +1035,9 @@ struct RandomFillRequestState {
   void ContinuePostWrite() {
     if (!source || made_pages < page_idx.size()) return;
     size_t page_size = request_msg.page_size;
-    size_t max_outstanding = std::clamp<size_t>(
-        kMaxOutstandingBytes / page_size, 2, kMaxOutstandingWrites);
+    size_t max_outstanding =
+        std::min(std::max<size_t>(kMaxOutstandingBytes / page_size, 2),
+                 kMaxOutstandingWrites);
     size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);
     while (posted_write_ops < end) {
       // Post only what libfabric has room for, so that the queue stays short,
@@ -1146,7 +1147,7 @@ int ServerMain(const char* program) {
         if (!message) break;
         waiting.push_back(ReadConnect(*message, AppMessageType::kConnect));
       }
-      // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
+      // One at a time: opening an endpoint takes tens of ms over tcp;ofi_rxm.
       if (clients.size() < kMaxClients && !waiting.empty()) {
         AppConnectMessage connect = waiting.front();
         waiting.pop_front();

@@ -1369,7 +1369,7 @@ int ServerMain(const char* program, const std::string& directory) {
         if (!message) break;
         waiting.push_back(ReadConnect(*message, AppMessageType::kConnect));
       }
-      // One at a time: opening an endpoint takes up to 50 ms over tcp;ofi_rxm.
+      // One at a time: opening an endpoint takes tens of ms over tcp;ofi_rxm.
       if (clients.size() + leaving.size() < kMaxClients && !waiting.empty()) {
         AppConnectMessage connect = waiting.front();
         waiting.pop_front();

@@ -30,6 +30,7 @@ Variables:
 
 import contextlib
 import csv
+import io
 import json
 import os
 import random
@@ -44,6 +45,10 @@ import threading
 import time
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
+sys.path.append(f"{ROOT}/scripts/book")
+
+import style  # noqa: E402  (the path has to be known)
+
 BUILD = os.path.join(ROOT, os.environ.get("BUILD", "build"))
 VARIANTS = sys.argv[1:2] == ["--variants"]
 RUNS = int(os.environ.get("RUNS", 5 if VARIANTS else 3))
@@ -606,41 +611,68 @@ def print_targets(results, providers, long):
     print_reached(rows)
 
 
-def draw(results, providers, sizes, path):
-    """Draws the bandwidth over the page size, in lines that differ without colours.
-    Only this needs matplotlib."""
+def empty_chart():
+    """Returns a figure and its axes, in the style of the other figures. Only this needs
+    matplotlib."""
     import matplotlib
     matplotlib.use("svg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(figsize=(8, 5.5))
+    text, line = style.PALETTE["text"], style.PALETTE["line"]
+    pyplot.rcParams.update({
+        # Keep texts as texts, and make the same file of the same data.
+        "svg.fonttype": "none", "svg.hashsalt": "chart",
+        "font.size": 16, "text.color": text, "axes.labelcolor": text,
+        "xtick.color": text, "ytick.color": text, "axes.edgecolor": line,
+        "axes.grid": True, "grid.color": line, "grid.linewidth": 0.5})
+    return pyplot.subplots(figsize=(740 / 72, 560 / 72))
 
-    def line(label, program, provider, **style):
+
+def colour_of(number):
+    """Returns the colour of a provider."""
+    return style.PALETTE[["blue", "amber", "green", "red"][number % 4]]
+
+
+def save_chart(figure, axes, path):
+    # Put it above the axes, where no line crosses it.
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncol=2, handlelength=3,
+                frameon=False)
+    figure.tight_layout()
+    chart = io.StringIO()
+    figure.savefig(chart, format="svg", transparent=True,
+                   metadata=dict.fromkeys(["Creator", "Date", "Format", "Type"]))
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(style.themed(chart.getvalue()))
+
+
+def draw(results, providers, sizes, path):
+    """Draws the bandwidth over the page size, in lines that differ without colours."""
+    figure, axes = empty_chart()
+    faint = style.PALETTE["faint"]
+
+    def line(label, program, provider, **look):
         gbps = [results.median(program, provider, s) * s * 8e-9 for s in sizes]
-        axes.plot(sizes, gbps, label=label, **style)
+        axes.plot(sizes, gbps, label=label, **look)
 
     for number, provider in enumerate(providers):
-        marker = "os^D"[number % 4]
+        look = {"color": colour_of(number), "marker": "os^D"[number % 4]}
         # Broad enough to be seen below the others.
-        line(f"best bare loop, {provider}", "best loop", provider, color="0.75",
-             linewidth=5, marker=marker, markersize=11)
+        line(f"best bare loop, {provider}", "best loop", provider, alpha=0.4,
+             linewidth=8, markersize=14, **look)
         line(f"bare loop, our settings, {provider}", "our loop", provider,
-             color="0.35", linewidth=1, linestyle="--", marker=marker,
-             markersize=8, markerfacecolor="none")
-        line(f"7_queue, {provider}", "7_queue", provider, color="black",
-             linewidth=1.5, marker=marker, markersize=5)
-    line("memcpy", "memcpy", "", color="0.45", linestyle=":", linewidth=2)
-    line("iperf3, one stream", "iperf3", "", color="0.45", linestyle="-.")
+             linewidth=1.5, linestyle="--", markersize=10, markerfacecolor="none",
+             **look)
+        line(f"7_queue, {provider}", "7_queue", provider, linewidth=2, markersize=6,
+             **look)
+    line("memcpy", "memcpy", "", color=faint, linestyle=":", linewidth=2)
+    line("iperf3, one stream", "iperf3", "", color=faint, linestyle="-.", linewidth=2)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
-    axes.set_xticks(sizes, [to_text(size) for size in sizes], rotation=30)
+    axes.set_xticks(sizes, [to_text(size) for size in sizes])
     axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel("page size")
-    axes.set_ylabel("bandwidth in Gbps")
-    axes.grid(color="0.88", linewidth=0.6)
-    axes.legend(handlelength=4, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path)
+    axes.set_ylabel("bandwidth in Gbps", rotation_mode="anchor")
+    save_chart(figure, axes, path)
 
 
 def write_results(results, name, draw_figure):

@@ -262,40 +262,33 @@ def print_targets(results, providers):
 
 def draw(results, providers, path):
     """Draws the bandwidth over the number of slots, in lines that differ without
-    colours. Only this needs matplotlib."""
-    import matplotlib
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+    colours."""
+    figure, axes = bench.empty_chart()
+    colours = bench.style.PALETTE
 
-    figure, axes = pyplot.subplots(figsize=(8, 5.5))
-
-    def line(label, place, **style):
+    def line(label, place, **look):
         rates = [results.median("9_file", place, slots) for slots in SLOTS]
-        axes.plot(SLOTS, rates, label=label, **style)
+        axes.plot(SLOTS, rates, label=label, linewidth=2, **look)
 
     for number, provider in enumerate(providers):
-        marker = "os^D"[number % 4]
-        line(f"9_file, {provider}", provider, color="black", linewidth=1.5,
-             marker=marker, markersize=6)
+        line(f"9_file, {provider}", provider, color=bench.colour_of(number),
+             marker="os^D"[number % 4], markersize=8)
     if "tcp" in providers:
-        line(f"9_file, tcp, disk of {SLOW_DISK_MS} ms", slow("tcp"), color="black",
-             linewidth=1.5, linestyle="--", marker="v", markersize=7,
-             markerfacecolor="none")
+        colour = bench.colour_of(providers.index("tcp"))
+        line(f"9_file, tcp, disk of {SLOW_DISK_MS} ms", slow("tcp"), color=colour,
+             linestyle="--", marker="v", markersize=9, markerfacecolor="none")
         axes.axhline(results.median("7_queue", "tcp", ""), label="7_queue, tcp",
-                     color="0.75", linewidth=5)
-    axes.axhline(results.median("cp", "", ""), label="cp", color="0.45",
+                     color=colour, alpha=0.4, linewidth=8)
+    axes.axhline(results.median("cp", "", ""), label="cp", color=colours["faint"],
                  linestyle=":", linewidth=2)
-    axes.axhline(results.median("socat", "", ""), label="socat", color="0.45",
-                 linestyle="-.")
+    axes.axhline(results.median("socat", "", ""), label="socat", color=colours["faint"],
+                 linestyle="-.", linewidth=2)
     axes.set_xscale("log", base=2)
     axes.set_xticks(SLOTS, [str(slots) for slots in SLOTS])
     axes.set_ylim(bottom=0)
     axes.set_xlabel("slots")
-    axes.set_ylabel("bandwidth in Gbps")
-    axes.grid(color="0.88", linewidth=0.6)
-    axes.legend(handlelength=4, frameon=False)
-    figure.tight_layout()
-    figure.savefig(path)
+    axes.set_ylabel("bandwidth in Gbps", rotation_mode="anchor")
+    bench.save_chart(figure, axes, path)
 
 
 def main():

@@ -21,7 +21,7 @@ env -u FI_PROVIDER $BUILD/4_hello --list | sed 1q
 
 test_over() {  # KIND_OF_DEVICE PYTEST_OPTION...
   RDMA=$1 without_symbols "$(python_with pytest xdist)" -m pytest -p no:cacheprovider --color=no \
-    -n 2 -v -rs "${@:2}"
+    -n 2 -v -rsx "${@:2}"
 }
 
 # Left out: the other providers; what does not get as far as a network; what is about

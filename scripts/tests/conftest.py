@@ -133,6 +133,28 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("build", names, indirect=True, scope="session")
 
 
+# libfabric's issue 11828: ofi_rxm closes a connection and only then handles what had
+# arrived over it, for which it uses the connection. No release has it mended yet.
+KNOWN_CRASH = "libfabric crashed when a connection was closed: its issue 11828"
+
+
+def crashed_in_libfabric(process):
+    """Whether the kernel says so."""
+    return process.popen.poll() == -signal.SIGSEGV and re.search(
+        rf"\[{process.popen.pid}\]: segfault .* in libfabric\.so",
+        subprocess.run(["dmesg"], check=False, text=True, capture_output=True).stdout)
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item):
+    """Over verbs, tells that crash from a failure of ours."""
+    report = (yield).get_result()
+    processes = getattr(item.funcargs.get("run"), "processes", []) \
+        if hasattr(item, "funcargs") else []
+    if report.failed and OVER_VERBS and any(map(crashed_in_libfabric, processes)):
+        report.outcome, report.wasxfail = "skipped", KNOWN_CRASH
+
+
 @pytest.fixture(scope="session")
 def build(request):
     """The folder of the programs to test. scripts/test.sh has built them, or make
@@ -235,6 +257,7 @@ def run():
         return folders[-1]
 
     start.new_folder = new_folder
+    start.processes = processes
     yield start
     for process in processes:
         if process.popen.poll() is None:

@@ -149,7 +149,7 @@ MUTANTS = {
         "test_programs.py test_data and 7_queue and default"),
     "bytes-in-flight": Mutant(
         "what is in flight is bounded in bytes", "7_queue",
-        "kMaxOutstandingBytes / page_size, 2,", "kMaxOutstandingWrites, 2,",
+        "kMaxOutstandingBytes / page_size, 2)", "kMaxOutstandingWrites, 2)",
         "test_programs.py test_slow_cable"),
     "progress": Mutant(
         "a client hears of a long transfer", "7_queue",

@@ -188,6 +188,10 @@ def test_draw(tmp_path):
     bench.draw(results, ["shm", "tcp"], SIZES, tmp_path / "bench.svg")
     root = xml.etree.ElementTree.parse(tmp_path / "bench.svg").getroot()
     assert root.tag.endswith("svg")
+    # A colour or a font of matplotlib's own would not follow the page.
+    chart = (tmp_path / "bench.svg").read_text()
+    assert chart.count(bench.style.SHEET) == 1
+    assert not re.search(r"#[0-9a-f]{6}|font:", chart.replace(bench.style.SHEET, ""))
 
 
 def read_what_is_there(file):

@@ -29,7 +29,7 @@ def test_4_hello(run, broken):
     for text in "Hello, world!", "x" * 20000:
         server.check_client(text)
     received = server.process.wait_for(r"^Received 20000 bytes: (.*)$")[1]
-    assert "?" in received
+    assert "#" in received
     assert "Received 13 bytes: Hello, world!\n" in server.process.output
     server.stop()
     if "sockets" in PROVIDERS:
@@ -38,9 +38,9 @@ def test_4_hello(run, broken):
         for count in range(1, 30):
             server.check_client()
             if server.process.wait_for("^Received 13 bytes: (.*)$",
-                                       count=count)[1] == "?" * 13:
+                                       count=count)[1] == "#" * 13:
                 break
-        assert "Received 13 bytes: " + "?" * 13 in server.process.output
+        assert "Received 13 bytes: " + "#" * 13 in server.process.output
 
 
 def test_5_reverse(run, broken):
@@ -88,7 +88,7 @@ def test_7_queue(broken):
     assert "error: waiting for the pages: nothing has happened for 10 s" in \
         client.output
     # It was served all the time, and the server has told it so.
-    assert re.search(r"^\[1\] .*WRITE: +0%, [1-9]\d*/320000,", server.process.output,
+    assert re.search(r"^\[1\] .*WRITE: +\d+%, \d+/320000,", server.process.output,
                      re.M)
     server.stop()
 

@@ -840,8 +840,8 @@ def test_client_interrupted(serve, provider):
         client = server.start_client("500000000")
         wait_for_part(server)
         client.signal(signum)
-        check_failure(client, "^error: interrupted$", 3)
-        check_empty(server, 2)
+        check_failure(client, "^error: interrupted$", 8)
+        check_empty(server, 8)  # less than the limit of silence
         # Some providers report the closed connection before its last message.
         server.process.wait_for(
             rf"^\[{number}\] error: (the client gives up: interrupted$|SEND failed)")

@@ -473,7 +473,7 @@ def test_interrupted_while_waiting(run, build, program, provider):
     while (message := server.receive()) == base(ALIVE):
         pass
     assert message == base(BYE)
-    assert server.client.wait(3) == 1
+    assert server.client.wait(8) == 1
     assert server.client.output.endswith("error: interrupted\n")
 
 

@@ -1,0 +1,93 @@
+"""The SVG figures of the chapters: their style, and what a browser would do with it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree
+
+import pytest
+
+import style
+from conftest import ROOT
+
+SVG = "{http://www.w3.org/2000/svg}"
+FIGURES = [os.path.basename(path) for path in style.figures()]
+# Not drawn by matplotlib.
+BY_HAND = [name for name in FIGURES if not name.endswith("_bench.svg")]
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_style(name):
+    """A figure has the style of all, letter for letter, and no colour beside it."""
+    text = style.read(f"{ROOT}/chapters/{name}")
+    xml.etree.ElementTree.fromstring(text)
+    assert text.count(style.SHEET) == 1
+    assert not re.search(r"#[0-9a-fA-F]{6}\b", text.replace(style.SHEET, ""))
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_by_hand(name):
+    """A figure says what it shows, and its texts begin within it. Each class is in the
+    style."""
+    root = xml.etree.ElementTree.parse(f"{ROOT}/chapters/{name}").getroot()
+    assert root.find(f"{SVG}title").text and root.find(f"{SVG}desc").text
+    _, _, width, height = map(float, root.get("viewBox").split())
+    assert (root.get("width"), root.get("height")) == (f"{width:g}", f"{height:g}")
+    assert width == 740  # so that a text has the same size in all figures
+    for text in root.iter(f"{SVG}text"):
+        assert 0 < float(text.get("x")) < width, text.text
+        assert 0 < float(text.get("y")) < height, text.text
+    for element in root.iter():
+        for role in element.get("class", "").split():
+            assert f".{role} " in style.SHEET or f".{role}," in style.SHEET, role
+
+
+def luminance(colour):
+    parts = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
+    parts = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
+             for part in parts]
+    return sum(part * weight for part, weight in zip(parts, (0.2126, 0.7152, 0.0722)))
+
+
+def contrast(one, other):
+    dark, light = sorted([luminance(one), luminance(other)])
+    return (light + 0.05) / (dark + 0.05)
+
+
+def test_contrast():
+    """Texts can be read on GitHub's pages, light and dark, and in boxes (WCAG AA)."""
+    colours = re.findall(r"--([\w-]+): (#\w{6})", style.SHEET)
+    half = len(colours) // 2
+    for palette in dict(colours[:half]), dict(colours[half:]):
+        for ink in ["text", "faint", "blue", "amber", "green", "red"]:
+            for ground in ["page", "host"]:
+                assert contrast(palette[ink], palette[ground]) >= 4.5, (ink, ground)
+        for ground in filter(re.compile("pale-").match, palette):
+            assert contrast(palette["text"], palette[ground]) >= 4.5, ground
+    assert contrast("#000000", "#ffffff") == pytest.approx(21)
+
+
+def test_tool(tmp_path):
+    """style.py mends a copy that differs, keeps a figure's own rules, and with --check
+    only complains."""
+    (tmp_path / "scripts").mkdir()
+    shutil.copytree(f"{ROOT}/scripts/book", tmp_path / "scripts" / "book")
+    (tmp_path / "chapters").mkdir()
+    figure = tmp_path / "chapters" / BY_HAND[0]
+    good = style.read(f"{ROOT}/chapters/{BY_HAND[0]}").replace(
+        style.LAST, f"{style.LAST}\n.own {{ fill: none }}")
+    tool = [sys.executable, f"{tmp_path}/scripts/book/style.py"]
+
+    def run_tool(*options):
+        return subprocess.run([*tool, *options], check=False, capture_output=True)
+
+    bad = good.replace("--text: #1f2328", "--text: #000000")
+    assert bad != good
+    figure.write_text(bad)
+    assert run_tool("--check").returncode == 1 and figure.read_text() == bad
+    assert run_tool().returncode == 0 and figure.read_text() == good
+    assert run_tool("--check").returncode == 0
+    figure.write_text("<svg/>")
+    assert BY_HAND[0].encode() in run_tool().stderr

@@ -13,6 +13,7 @@ import os
 import posixpath
 import re
 import shutil
+import struct
 import sys
 
 from markdown_it import MarkdownIt
@@ -321,7 +322,8 @@ class Chapter:
         path = f"{self.page.root}/{posixpath.dirname(self.page.path)}/{token.attrs['src']}"
         shutil.copy(path, self.book.out)
         # A picture that does not know of themes stays as light as it is.
-        plain = "" if "prefers-color-scheme" in chapters.read(path) else ' class="plain"'
+        themed = path.endswith(".svg") and "prefers-color-scheme" in chapters.read(path)
+        plain = "" if themed else ' class="plain"'
         return (f'<span class="wide" tabindex="0"><img{plain} '
                 f'src="{posixpath.basename(path)}" alt="{escape(token.content)}" '
                 f"{size_of(path)}></span>")
@@ -525,6 +527,10 @@ def inline_without_links(inline):
 
 def size_of(path):
     """The attributes that keep a picture's place free until it is there."""
+    if path.endswith(".png"):
+        with open(path, "rb") as file:
+            width, height = struct.unpack(">16x2I", file.read(24))
+        return f'width="{width}" height="{height}"'
     box = re.search(r'viewBox="\s*\S+\s+\S+\s+(\S+)\s+([\d.]+)\s*"', chapters.read(path))
     if not box:
         return ""

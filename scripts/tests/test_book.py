@@ -41,6 +41,8 @@ class Read(html.parser.HTMLParser):
         attrs = dict(attrs)
         if tag not in VOID:
             self.open.append((tag, attrs, len(self.text)))
+        if tag == "sup":
+            self.text += " "  # or a note's number would become part of a word
         if "id" in attrs:
             self.ids.append(attrs["id"])
         if tag == "link":

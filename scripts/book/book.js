@@ -137,7 +137,11 @@ function beside() {
                          wide.matches ? "Let go" : "Close");
     release.addEventListener("click", follow);
     say(release, `Held: ${words(lines)}`, ...more);
-    // The address says it, too, so that it can be sent to somebody.
+    address(lines);
+  }
+
+  // The address says it, too, so that it can be sent to somebody.
+  function address(lines) {
     const [first, last] = ranges(lines)[0];
     history.replaceState(null, "", `#L${first}` + (last > first ? `-L${last}` : ""));
   }
@@ -160,9 +164,8 @@ function beside() {
   // Of what is to be seen below the bar; scrollIntoView takes it for the centre, too.
   const middle = () => (64 + innerHeight) / 2;
 
-  // Lights what the excerpt nearest to the reader's eye shows.
-  function read() {
-    if (held || !wide.matches) return;
+  // The part of an excerpt that is nearest to the reader's eye.
+  function nearest() {
     const eye = middle();
     let best = null, least = Infinity;
     for (const candidate of parts) {
@@ -171,6 +174,13 @@ function beside() {
       const distance = Math.max(box.top - eye, eye - box.bottom, 0);
       if (distance < least) [best, least] = [candidate, distance];
     }
+    return best;
+  }
+
+  // Lights what it shows.
+  function read() {
+    if (held || !wide.matches) return;
+    const best = nearest();
     // Between two excerpts, the last one stays.
     if (!best || best === reading) return;
     reading = best;
@@ -215,6 +225,14 @@ function beside() {
     if (!wide.matches) {
       const block = element.closest("figure, p, ul, ol, .table, aside, blockquote") || element;
       block.after(program);
+    } else if (!excerpt) {
+      // A glance at a definition: the next excerpt takes over again.
+      if (held) follow();
+      reading = nearest();
+      light(lines);
+      say(`${words(lines).replace(/^l/, "L")}: ${element.textContent}`);
+      address(lines);
+      return;
     }
     hold(element, lines);
   }

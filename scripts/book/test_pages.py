@@ -295,7 +295,11 @@ def test_a_mention_leads_to_the_definition(browser):
                    if link.text == "HandleRequest")
     browser.script("arguments[0].click()", mention)
     assert "HandleRequest(" in browser.find(".code .lit").text
-    assert browser.lit() == numbers(mention.get_attribute("data-lines"))
+    lines = numbers(mention.get_attribute("data-lines"))
+    assert browser.lit() == lines
+    # That was a glance: the next excerpt takes over.
+    browser.press("j")
+    browser.until("!document.getElementById('L' + arguments[0]).matches('.lit')", lines[0])
 
 
 def test_a_name_leads_to_its_manual_page(browser):

@@ -10,6 +10,7 @@
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
+#   SERVE, PORT     for `make book`: SERVE=1 serves it on localhost, on port 8000
 #   FILE_SIZE, SLOTS
 #                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
 
@@ -128,7 +129,7 @@ FORCE:
 # ---- Everything else ----
 
 .PHONY: demo test test-rdma mutants bench bench-variants bench-file bench-lock lint \
-  figures clean help
+  book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -137,7 +138,7 @@ demo:
 	@scripts/demo.sh $(BUILD)/$(CHAPTER) $(ARGS)
 
 test:
-	@scripts/install-deps.sh build test
+	@scripts/install-deps.sh build test book
 	@scripts/test.sh
 
 # Over Soft-RoCE, here or in a virtual machine: ARGS="-k test_data".
@@ -192,6 +193,16 @@ lint:
 	@scripts/install-deps.sh lint
 	clang-format --dry-run -Werror src/*.cpp scripts/*/*.cpp
 
+# The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
+book:
+	@scripts/install-deps.sh build book
+	@SERVE='$(SERVE)' PORT='$(PORT)' scripts/book/book.sh
+
+# Looks at the pages in a browser: ARGS="-k phone".
+test-book: book
+	@scripts/install-deps.sh browser
+	@scripts/book/test.sh $(ARGS)
+
 # Draws the figures of the chapters as GitHub does.
 figures:
 	@scripts/book/figures.sh $(ARGS)
@@ -213,6 +224,8 @@ help:
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make break-4    build a program with one thing broken on purpose'
+	@echo 'make book       the chapters beside their programs, in build/book/'
+	@echo 'make test-book  look at these pages in a browser'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'
 	@echo 'make clean      remove $(BUILD)/'

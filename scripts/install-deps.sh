@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise, test,
-# rdma, machine, bench, lint, figures
+# rdma, machine, bench, lint, figures, book, browser
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -77,15 +77,31 @@ for group in "$@"; do
     lint)
       need clang-format clang-tools-extra command -v clang-format
       ;;
+    book)
+      # pytest, because the book reads chapters with what tests them.
+      need "python3-markdown-it python3-mdit-py-plugins python3-pygments" \
+        "python3-markdown-it-py python3-mdit-py-plugins python3-pygments" \
+        python_with markdown_it mdit_py_plugins pygments
+      need python3-pytest python3-pytest python_with pytest
+      need git git command -v git
+      # Turns libfabric's manual pages into HTML.
+      need mandoc mandoc command -v mandoc
+      ;;
     figures)
       # A browser alone comes without a font.
       need "chromium fonts-liberation" "chromium liberation-sans-fonts" \
         browser
       need npm nodejs-npm command -v npm
       ;;
+    browser)
+      need "python3-selenium" "python3-selenium" python_with selenium
+      need "chromium fonts-liberation" "chromium liberation-sans-fonts" browser
+      need chromium-driver chromedriver command -v chromedriver
+      need npm nodejs-npm command -v npm
+      ;;
     *)
       echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench] [lint]" \
-        "[figures]" >&2
+        "[figures] [book] [browser]" >&2
       exit 2
       ;;
   esac

@@ -190,6 +190,17 @@ def agreement(part, lines, at):
     return count
 
 
+def excerpt(block):
+    """The parts of an excerpt or a diff as they stand in the chapter's program, each
+    with the index of its first line in the block. None for other blocks."""
+    if block.info in CPP:
+        return split(block.lines, lambda line: line.strip() == "// ...")
+    if block.info == "diff":
+        return [(at, [line[1:] for line in part if not line.startswith("-")])
+                for at, part in split(block.lines, lambda line: line.strip() == "...")]
+    return None
+
+
 def find(part, lines, start):
     """Where the part stands as a whole, or -1."""
     for at in range(start, len(lines) - len(part) + 1):
@@ -345,15 +356,26 @@ def links(page):
 
 def anchors(text):
     """What #fragments a Markdown file has: GitHub's, of its headings."""
-    found = set(re.findall(r"""<[^>]*\b(?:id|name)=["']([^"']*)["']""", text))
+    return {*places(text), *slugs(text)}
+
+
+def places(text):
+    """The #fragments that the file's author has set."""
+    return re.findall(r"""<[^>]*\b(?:id|name)=["']([^"']*)["']""", text)
+
+
+def slugs(text):
+    """GitHub's #fragment of each heading."""
+    taken, found = set(places(text)), []
     for _, heading in HEADING.findall(text):
         heading = re.sub(r"\]\([^)]*\)", "]", heading)
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         unique, count = slug, 0
-        while unique in found:
+        while unique in taken:
             count += 1
             unique = f"{slug}-{count}"
-        found.add(unique)
+        taken.add(unique)
+        found.append(unique)
     return found
 
 

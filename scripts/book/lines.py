@@ -63,6 +63,11 @@ def definitions(lines, first=0, last=None, indent="", ends=("{", ";", "}")):
         at += 1
 
 
+def source_lines(root, program):
+    return [line.rstrip() for line in
+            chapters.read(f"{root}/src/{program}.cpp").split("\n")]
+
+
 def new_lines(page, source):
     """The numbers of the lines that the page's program does not share with the one that
     it is based on, without those that need no account."""
@@ -77,22 +82,51 @@ def new_lines(page, source):
     return [number for number in numbers if not NOTHING_NEW.match(source[number])]
 
 
+def shown_parts(block, source):
+    """Where the parts of an excerpt or a diff stand in the program: the index of each
+    in the block, and the numbers of its lines."""
+    parts, start = [], 0
+    for index, part in chapters.excerpt(block) or []:
+        at = chapters.find(part, source, start) if part else -1
+        if at >= 0:
+            start = at + len(part)
+            parts.append((index, range(at, start)))
+    return parts
+
+
 def shown_lines(page, source):
     """The numbers of the lines that are in excerpts and diffs."""
-    shown = set()
-    for block in page.blocks:
-        if block.info in chapters.CPP:
-            parts = chapters.split(block.lines, lambda line: line.strip() == "// ...")
-        elif block.info == "diff":
-            parts = chapters.split(block.lines, lambda line: line.strip() == "...")
-            parts = [(at, [line[1:] for line in part if not line.startswith("-")])
-                     for at, part in parts]
-        else:
-            continue
-        for _, part in parts:
-            at = chapters.find(part, source, 0) if part else -1
-            shown.update(range(at, at + len(part)) if at >= 0 else [])
-    return shown
+    return {number for block in page.blocks
+            for _, numbers in shown_parts(block, source) for number in numbers}
+
+
+class Naming:
+    """By which of its words a chapter accounts for a line that it does not show."""
+
+    def __init__(self, page, source):
+        self.definitions = list(definitions(source))
+        self.shown = shown_lines(page, source)
+        words = re.compile(r"~?\w+")
+        self.named = set(words.findall(" ".join(
+            match[0] for match in chapters.CODE_SPAN.finditer(page.prose))))
+        # A constant or a field that is used where the chapter shows it needs no more.
+        self.used = set(words.findall("\n".join(source[n] for n in self.shown)))
+
+    def around(self, number):
+        """The definitions that a line belongs to, the innermost last."""
+        return [d for d in self.definitions if d.first <= number <= d.last]
+
+    def word(self, number):
+        """The name that the text or an excerpt has, or None."""
+        around = self.around(number)
+        if not around:
+            return None
+        owner = around[-1]
+        if owner.name in self.named:
+            return owner.name
+        if owner.kind == "value" and around[0].name in self.named:
+            return around[0].name
+        return owner.name if owner.kind == "value" and owner.name in self.used else None
 
 
 class Account(typing.NamedTuple):
@@ -102,26 +136,15 @@ class Account(typing.NamedTuple):
 
 
 def account(page):
-    source = [line.rstrip() for line in
-              chapters.read(f"{page.root}/src/{page.program}.cpp").split("\n")]
-    found = list(definitions(source))
-    shown = shown_lines(page, source)
+    source = source_lines(page.root, page.program)
+    naming = Naming(page, source)
     new = new_lines(page, source)
-    words = re.compile(r"~?\w+")
-    named = set(words.findall(" ".join(
-        match[0] for match in chapters.CODE_SPAN.finditer(page.prose))))
-    # A constant or a field that is used where the chapter shows it needs no more.
-    used = set(words.findall("\n".join(source[number] for number in shown)))
     left = {}
     for number in new:
-        around = [d for d in found if d.first <= number <= d.last]
-        owner = around[-1] if around else Definition("?", number, number, "function")
-        if number in shown or owner.name in named or \
-                owner.kind == "value" and (
-                    owner.name in used or around[0].name in named):
-            continue
-        left.setdefault(owner.name, []).append(number + 1)
-    return Account(len(new), len(shown.intersection(new)), left)
+        if number not in naming.shown and naming.word(number) is None:
+            around = naming.around(number)
+            left.setdefault(around[-1].name if around else "?", []).append(number + 1)
+    return Account(len(new), len(naming.shown.intersection(new)), left)
 
 
 def check_lines(page):

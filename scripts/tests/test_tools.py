@@ -144,7 +144,7 @@ def test_make_with_everything(make_without):
 def test_help_and_diff():
     output = make("help")
     for target in ["make demo", "make test", "make bench", "make bench-file",
-                   "make diff-7", "make exercise-4", "make figures", "make clean"]:
+                   "make diff-7", "make exercise-4", "make book", "make figures", "make clean"]:
         assert target in output
     for program in PROGRAMS[1:]:
         output = make(f"diff-{number(program)}")
@@ -299,6 +299,16 @@ PACKAGES = {
         "gcc-c++ make pkgconf-pkg-config libfabric-devel xxhash-devel git "
         "python3-pytest python3-pytest-xdist iproute libfabric iperf3 socat",
     ("dnf", "figures"): "chromium liberation-sans-fonts nodejs-npm",
+    ("apt-get", "book"):
+        "python3-markdown-it python3-mdit-py-plugins python3-pygments python3-pytest "
+        "git mandoc",
+    ("dnf", "book"):
+        "python3-markdown-it-py python3-mdit-py-plugins python3-pygments python3-pytest "
+        "git mandoc",
+    ("apt-get", "browser"):
+        "python3-selenium chromium fonts-liberation chromium-driver npm",
+    ("dnf", "browser"):
+        "python3-selenium chromium liberation-sans-fonts chromedriver nodejs-npm",
 }
 
 

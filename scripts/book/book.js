@@ -1,0 +1,493 @@
+// What the book's pages do beyond being read: the program follows the chapter, lines
+// lead to their passages, All or New, keys, search, themes. Without it, all text is
+// there, and plain links lead to the lines.
+"use strict";
+
+const root = document.documentElement;
+root.classList.add("js");
+// Set before the page is drawn, so that it does not flash.
+const theme = remembered("theme");
+if (theme) root.dataset.theme = theme;
+
+// A page opened as a file may have no storage.
+function remembered(key, value) {
+  try {
+    if (value !== undefined) localStorage.setItem(key, value);
+    return localStorage.getItem(key);
+  } catch {
+    return null;
+  }
+}
+
+const $ = (selector, from = document) => from.querySelector(selector);
+const $$ = (selector, from = document) => [...from.querySelectorAll(selector)];
+
+function make(tag, attributes = {}, ...children) {
+  const element = Object.assign(document.createElement(tag), attributes);
+  element.append(...children);
+  return element;
+}
+
+const book = {};
+addEventListener("DOMContentLoaded", () => {
+  for (const button of $$("[data-do]"))
+    button.addEventListener("click", () => actions[button.dataset.do]());
+  document.addEventListener("keydown", onKey);
+  // The menu of chapters goes away as one expects of a menu.
+  document.addEventListener("click", event => {
+    const menu = $(".menu");
+    if (menu.open && !event.target.closest(".menu")) menu.open = false;
+  });
+  if ($("#program")) beside();
+  stops();
+  addEventListener("resize", stops);
+});
+
+// Tab stops only at what can be scrolled sideways.
+function stops() {
+  for (const box of $$("pre, .table, .wide"))
+    if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
+    else box.removeAttribute("tabindex");
+}
+
+// ---- The program beside the chapter ----
+
+function beside() {
+  const program = $("#program"), code = $(".code", program), state = $(".state", program);
+  const article = $("article"), home = program.parentNode;
+  const wide = matchMedia("(min-width: 75rem)");
+  const passages = JSON.parse($("#passages").textContent);
+  const folds = $$("details.old", code);
+  const excerpts = $$(".excerpt");
+  const parts = excerpts.flatMap(excerpt => {
+    const found = $$(".part", excerpt);
+    return (found.length ? found : [excerpt]).map(part => ({part, excerpt}));
+  });
+  let held = null;     // the element whose lines stay, or null while we follow
+  let reading = null;  // the part of an excerpt that is being read
+  let lit = [];
+  let found = null;
+
+  // Tab would stop at each of two thousand numbers otherwise.
+  for (const number of $$("[id] > a", code)) number.tabIndex = -1;
+
+  const row = number => document.getElementById("L" + number);
+  const ranges = text => text.split(",").map(range => range.split("-").map(Number));
+
+  function say(text, ...more) {
+    state.replaceChildren(text, ...more);
+  }
+
+  // A row in a closed fold has no place; its fold has.
+  function visible(row) {
+    const fold = row.closest("details:not([open])");
+    return fold ? fold.firstChild : row;
+  }
+
+  function centre(first, last) {
+    const top = visible(row(first)), bottom = visible(row(last));
+    const middle = (top.offsetTop + bottom.offsetTop + bottom.offsetHeight) / 2;
+    // What is too long to be centred begins at the top.
+    code.scrollTop = Math.min(middle - code.clientHeight / 2, top.offsetTop - 8);
+    code.scrollLeft = 0;
+  }
+
+  function light(lines, near = lines) {
+    for (const old of lit) old.classList.remove("lit");
+    lit = [];
+    for (const [first, last] of lines ? ranges(lines) : [])
+      for (let number = first; number <= last; ++number)
+        if (row(number)) lit.push(row(number));
+    for (const now of lit) now.classList.add("lit");
+    if (!lit.length) return;
+    const all = ranges(lines), [first, last] = ranges(near)[0];
+    const from = visible(row(all[0][0])).offsetTop;
+    const to = visible(row(all.at(-1)[1])).offsetTop;
+    // All of an excerpt, if there is room; otherwise the part that is being read.
+    if (to - from < code.clientHeight - 40) centre(all[0][0], all.at(-1)[1]);
+    else centre(first, last);
+  }
+
+  // "lines 436 to 444 and 460" for "436-444,460-460".
+  function words(lines) {
+    const all = ranges(lines);
+    const text = all.map(([first, last]) => last > first ? `${first} to ${last}` : first)
+      .join(", ").replace(/, ([^,]*)$/, " and $1");
+    return (all.length > 1 || all[0][1] > all[0][0] ? "lines " : "line ") + text;
+  }
+
+  function mark(element) {
+    if (found) found.classList.remove("found");
+    found = element && (element.id.startsWith("name-")
+      ? element.closest("p, li, td, th, h1, h2, h3") : element);
+    if (found) found.classList.add("found");
+  }
+
+  // Keeps lines lit until they are released.
+  function hold(element, lines, ...more) {
+    held = element;
+    for (const excerpt of excerpts) {
+      excerpt.classList.toggle("held", excerpt === element);
+      excerpt.classList.remove("reading");
+    }
+    for (const fold of folds)
+      if (ranges(lines).some(([first]) => fold.contains(row(first)))) fold.open = true;
+    light(lines);
+    const release = make("button", {type: "button", title: "Esc"},
+                         wide.matches ? "Let go" : "Close");
+    release.addEventListener("click", follow);
+    say(release, `Held: ${words(lines)}`, ...more);
+    address(lines);
+  }
+
+  // The address says it, too, so that it can be sent to somebody.
+  function address(lines) {
+    const [first, last] = ranges(lines)[0];
+    history.replaceState(null, "", `#L${first}` + (last > first ? `-L${last}` : ""));
+  }
+
+  function follow() {
+    if (program.parentNode !== home) {
+      // Below an excerpt on a narrow page: goes back to its place.
+      const excerpt = program.previousElementSibling;
+      home.append(program);
+      excerpt.scrollIntoView({block: "center"});
+    }
+    held = reading = null;
+    mark(null);
+    for (const excerpt of excerpts) excerpt.classList.remove("held");
+    say("");
+    light("");
+    read();
+  }
+
+  // Of what is to be seen below the bar; scrollIntoView takes it for the centre, too.
+  const middle = () => (64 + innerHeight) / 2;
+
+  // The part of an excerpt that is nearest to the reader's eye.
+  function nearest() {
+    const eye = middle();
+    let best = null, least = Infinity;
+    for (const candidate of parts) {
+      const box = candidate.part.getBoundingClientRect();
+      if (box.bottom < 60 || box.top > innerHeight - 20) continue;
+      const distance = Math.max(box.top - eye, eye - box.bottom, 0);
+      if (distance < least) [best, least] = [candidate, distance];
+    }
+    return best;
+  }
+
+  // Lights what it shows.
+  function read() {
+    if (held || !wide.matches) return;
+    const best = nearest();
+    // Between two excerpts, the last one stays.
+    if (!best || best === reading) return;
+    reading = best;
+    for (const excerpt of excerpts)
+      excerpt.classList.toggle("reading", excerpt === best.excerpt);
+    const lines = best.excerpt.dataset.lines;
+    light(lines, best.part.dataset.lines);
+    say(words(lines).replace(/^l/, "L") + ", as you read");
+  }
+
+  let waiting = false;
+  function soon(what) {
+    if (waiting) return;
+    waiting = true;
+    requestAnimationFrame(() => { waiting = false; what(); });
+  }
+  addEventListener("scroll", () => soon(read), {passive: true});
+  addEventListener("resize", () => soon(read));
+  wide.addEventListener("change", follow);
+
+  // ---- From the chapter to the program ----
+
+  article.addEventListener("click", event => {
+    if (program.contains(event.target) || String(getSelection())) return;
+    const link = event.target.closest("a[href]");
+    const excerpt = event.target.closest(".excerpt");
+    if (link && link.dataset.lines) {
+      event.preventDefault();
+      open(excerpt || link, link.dataset.lines, excerpt);
+    } else if (link && link.getAttribute("href") === "#new") {
+      event.preventDefault();
+      show("new");
+      if (!wide.matches) program.scrollIntoView();
+    } else if (!link && excerpt) {
+      open(excerpt, excerpt.dataset.lines, excerpt);
+    }
+  });
+
+  function open(element, lines, excerpt) {
+    if (held === element && excerpt && lines === excerpt.dataset.lines) return follow();
+    mark(null);
+    if (!wide.matches) {
+      const block = element.closest("figure, p, ul, ol, .table, aside, blockquote") || element;
+      block.after(program);
+    } else if (!excerpt) {
+      // A glance at a definition: the next excerpt takes over again.
+      if (held) follow();
+      reading = nearest();
+      light(lines);
+      say(`${words(lines).replace(/^l/, "L")}: ${element.textContent}`);
+      address(lines);
+      return;
+    }
+    hold(element, lines);
+  }
+
+  // ---- From the program to the chapter ----
+
+  const titles = name => {
+    const link = $$(".menu a").find(a => a.getAttribute("href") === name);
+    return link ? link.textContent : name;
+  };
+
+  function explain(number, lines = `${number}-${number}`) {
+    const run = passages.find(([first, last]) => first <= number && number <= last);
+    const [, , kind, page, place] = run || [];
+    const more = kind === "earlier"
+      ? [" · explained in ", make("a", {href: page + "#" + place}, titles(page))]
+      : kind ? [" · ", make("a", {href: "#" + place}, kind + " in the chapter")] : [];
+    const target = kind && !page && document.getElementById(place);
+    hold(row(number), lines, ...more);
+    mark(target);
+    if (target && program.parentNode === home) found.scrollIntoView({block: "center"});
+  }
+
+  code.addEventListener("click", event => {
+    const at = event.target.closest("[id^=L]");
+    if (!at || event.ctrlKey || event.metaKey || String(getSelection())) return;
+    event.preventDefault();
+    const top = at.offsetTop - code.scrollTop;
+    explain(Number(at.id.slice(1)));
+    // The line stays below the pointer.
+    code.scrollTop = at.offsetTop - top;
+  });
+
+  // ---- All or New ----
+
+  function show(view) {
+    const only = view === "new";
+    const first = lit[0] || firstVisible();
+    program.classList.toggle("only-new", only);
+    for (const fold of folds) fold.open = !only;
+    for (const button of $$("[data-view]", program))
+      button.setAttribute("aria-pressed", button.dataset.view === view);
+    if (lit.length) light(lit.map(now => now.id.slice(1)).map(n => `${n}-${n}`).join(","));
+    else if (first) code.scrollTop = visible(first).offsetTop - 8;
+    update();
+  }
+  for (const button of $$("[data-view]", program))
+    button.addEventListener("click", () => show(button.dataset.view));
+
+  // ---- The map ----
+
+  const map = $(".map", program), view = $(".view", map);
+  const count = $$("[id^=L]", code).length;
+
+  function firstVisible(from = 4) {
+    const box = code.getBoundingClientRect();
+    const at = document.elementFromPoint(box.left + 20, box.top + from);
+    if (!at || !code.contains(at)) return null;
+    return at.closest("[id^=L]") || $("[id^=L]", at.closest("details") || code);
+  }
+
+  function update() {
+    const box = code.getBoundingClientRect();
+    const first = firstVisible(), last = firstVisible(box.height - 20);
+    if (!first) return;
+    const top = Number(first.id.slice(1)) - 1;
+    const bottom = last ? Number(last.id.slice(1)) : count;
+    view.style.top = `${100 * top / count}%`;
+    view.style.height = `${100 * Math.max(bottom - top, 1) / count}%`;
+  }
+  code.addEventListener("scroll", () => requestAnimationFrame(update), {passive: true});
+  map.addEventListener("click", event => {
+    const box = map.getBoundingClientRect();
+    const number = Math.ceil(count * (event.clientY - box.top) / box.height) || 1;
+    centre(number, number);
+  });
+
+  // ---- Addresses ----
+
+  function arrive() {
+    const lines = location.hash.match(/^#L(\d+)(?:-L(\d+))?$/);
+    if (lines && row(lines[1]) && row(lines[2] || lines[1]))
+      explain(Number(lines[1]), `${lines[1]}-${lines[2] || lines[1]}`);
+    else if (location.hash === "#new") show("new");
+    else if (/^#(name|excerpt)-/.test(location.hash))
+      mark(document.getElementById(location.hash.slice(1)));
+    found?.scrollIntoView({block: "center"});
+  }
+  addEventListener("hashchange", arrive);
+  // The browser goes to its own idea of the place first.
+  addEventListener("load", arrive);
+  read();
+  update();
+
+  // ---- What keys do here ----
+
+  book.release = () => held || found ? follow() : null;
+  book.view = () => folds.length && show(program.classList.contains("only-new") ? "all" : "new");
+  book.hold = () => {
+    if (held) follow();
+    else if (reading) hold(reading.excerpt, reading.excerpt.dataset.lines);
+  };
+  book.step = by => {
+    const ahead = excerpts.filter(excerpt => {
+      const box = excerpt.getBoundingClientRect();
+      return by * ((box.top + box.bottom) / 2 - middle()) > 20;
+    });
+    const next = by > 0 ? ahead[0] : ahead.at(-1);
+    if (!next) return;
+    if (held) follow();
+    next.scrollIntoView({block: "center"});
+  };
+}
+
+// ---- Keys ----
+
+const keys = {
+  "/": () => actions.search(),
+  "?": () => actions.help(),
+  t: () => actions.theme(),
+  n: () => book.view?.(),
+  h: () => book.hold?.(),
+  j: () => book.step?.(1),
+  k: () => book.step?.(-1),
+  Escape: () => { $(".menu").open = false; book.release?.(); },
+  ArrowLeft: () => $(".step[rel=prev]")?.click(),
+  ArrowRight: () => $(".step[rel=next]")?.click(),
+};
+
+function onKey(event) {
+  if (event.ctrlKey || event.metaKey || event.altKey || event.defaultPrevented) return;
+  if (event.target.closest("input, dialog")) return;
+  // Where something can be scrolled sideways, these keys do that.
+  const box = event.target.closest("[tabindex='0']");
+  if (/^Arrow/.test(event.key) && box && box.scrollWidth > box.clientWidth) return;
+  const what = keys[event.key];
+  if (!what) return;
+  event.preventDefault();
+  what();
+}
+
+const actions = {
+  theme() {
+    const dark = root.dataset.theme
+      ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+    root.dataset.theme = dark ? "light" : "dark";
+    remembered("theme", root.dataset.theme);
+  },
+  help() {
+    let dialog = $("dialog.help");
+    if (!dialog) {
+      const list = make("dl", {className: "keys"});
+      for (const [key, text] of [
+        ["← →", "the chapter before, the next one"], ["j k", "the next excerpt, the one before"],
+        ["h", "hold the lines of this excerpt, or let go"],
+        ["n", "all of the program, or only what is new"], ["/", "search"],
+        ["t", "light or dark"], ["Esc", "close this, let go of lines"]])
+        list.append(make("dt", {}, ...key.split(" ").flatMap(k => [make("kbd", {}, k), " "])),
+                    make("dd", {}, text));
+      dialog = popup("help", "Keys", list, make("p", {},
+        "Click an excerpt, and its lines stay. Click a line of the program, and the chapter " +
+        "goes to where it explains that line."));
+    }
+    dialog.showModal();
+  },
+  search() {
+    const dialog = $("dialog.search") || searchBox();
+    dialog.showModal();
+    $("input", dialog).select();
+  },
+};
+
+function popup(name, label, ...children) {
+  const dialog = make("dialog", {className: name}, ...children);
+  dialog.setAttribute("aria-label", label);
+  // A click beside it closes it.
+  dialog.addEventListener("click", event => event.target === dialog && dialog.close());
+  document.body.append(dialog);
+  return dialog;
+}
+
+// ---- Search ----
+
+function searchBox() {
+  const input = make("input", {type: "search", placeholder: "Search chapters and programs"});
+  input.setAttribute("aria-label", "Search chapters and programs");
+  const list = make("ol"), said = make("p");
+  said.setAttribute("role", "status");
+  const dialog = popup("search", "Search", input, said, list);
+  let index = null;
+  const up = root.dataset.up;
+  const titles = new Map($$(".menu > ol > li > a").map(a =>
+    [a.getAttribute("href").slice(up.length), a.textContent]));
+
+  book.index = data => { index = data; look(); };
+  // A script, because a page that was opened as a file may load nothing else.
+  document.head.append(make("script", {src: up + "search.js"}));
+
+  function marked(text, words) {
+    const pattern = words.map(word => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|");
+    return text.split(new RegExp(`(${pattern})`, "i")).map((piece, at) =>
+      at % 2 ? make("mark", {}, piece) : piece);
+  }
+
+  function snippet(text, words) {
+    const at = Math.max(0, Math.min(...words.map(word => {
+      const found = text.toLowerCase().indexOf(word);
+      return found < 0 ? Infinity : found;
+    })) - 60);
+    if (at === Infinity) return text.slice(0, 160);
+    return (at > 0 ? "… " : "") + text.slice(at ? text.indexOf(" ", at) + 1 : 0, at + 200);
+  }
+
+  function look() {
+    const words = input.value.toLowerCase().split(/\s+/).filter(word => word.length > 1);
+    list.replaceChildren();
+    if (!index) return void (said.textContent = "Loading …");
+    if (!words.length) return void (said.textContent = "Type two letters or more.");
+    const has = text => words.every(word => text.includes(word));
+    const texts = index.text.filter(([, , heading, text]) =>
+      has((text || heading).toLowerCase()));
+    // Headings first.
+    texts.sort((a, b) => Boolean(a[3]) - Boolean(b[3]));
+    const codes = index.code.filter(([line]) => has(line.toLowerCase()));
+    for (const [page, place, heading, text] of texts.slice(0, 15)) {
+      const where = make("span", {}, `${titles.get(page) || "README"} › ${heading}`);
+      list.append(make("li", {}, make("a", {href: `${up}${page}#${place}`},
+        ...marked(snippet(text || heading, words), words), where)));
+    }
+    for (const [line, ...places] of codes.slice(0, 15)) {
+      const [[program, number], ...others] = places;
+      const name = index.programs[program];
+      const also = others.length ? ` · also in ${[...new Set(others.map(([p]) =>
+        index.programs[p]))].filter(p => p !== name).join(", ") || "other lines"}` : "";
+      list.append(make("li", {}, make("a", {href: `${up}${name}.html#L${number}`},
+        make("code", {}, ...marked(line, words)),
+        make("span", {}, `${name}.cpp, line ${number}${also}`))));
+    }
+    said.textContent = texts.length + codes.length
+      ? `${texts.length} in the text, ${codes.length} in the programs` : "Nothing found.";
+  }
+
+  input.addEventListener("input", look);
+  dialog.addEventListener("keydown", event => {
+    const all = [input, ...$$("a", list)], at = all.indexOf(document.activeElement);
+    const by = {ArrowDown: 1, ArrowUp: -1}[event.key];
+    if (by && all[at + by]) {
+      event.preventDefault();
+      all[at + by].focus();
+    } else if (event.key === "Enter" && at === 0 && all[1]) {
+      event.preventDefault();
+      all[1].click();
+    }
+  });
+  list.addEventListener("click", event => event.target.closest("a") && dialog.close());
+  look();
+  return dialog;
+}

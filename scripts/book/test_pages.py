@@ -1,0 +1,469 @@
+"""The pages of `make book` in a real browser, headless: `make test-book`. What needs no
+browser is in scripts/tests/test_book.py."""
+
+import functools
+import http.server
+import json
+import os
+import re
+import shutil
+import threading
+import time
+
+import pytest
+from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.wait import WebDriverWait
+
+ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
+BOOK = f"{ROOT}/build/book"
+AXE = f"{ROOT}/build/axe/node_modules/axe-core/axe.min.js"
+PAGES = sorted(os.path.relpath(f"{folder}/{name}", BOOK)
+               for folder, _, names in os.walk(BOOK) for name in names
+               if name.endswith(".html"))
+PROGRAMS = sorted((name for name in PAGES if re.match(r"[4-9]|1\d", name)),
+                  key=lambda name: int(name.split("_")[0]))
+SIZES = {"phone": (360, 740), "tablet": (800, 1000), "wide": (1400, 900)}
+
+
+class Browser:
+    """A window of chromium."""
+
+    def __init__(self, script=True):
+        options = webdriver.ChromeOptions()
+        options.binary_location = (os.environ.get("PUPPETEER_EXECUTABLE_PATH")
+                                   or shutil.which("chromium")
+                                   or shutil.which("chromium-browser"))
+        for argument in ["--headless=new", "--disable-background-networking",
+                         "--no-first-run", *["--no-sandbox"] * (os.getuid() == 0)]:
+            options.add_argument(argument)
+        if not script:
+            options.add_experimental_option(
+                "prefs", {"profile.managed_default_content_settings.javascript": 2})
+        options.set_capability("goog:loggingPrefs",
+                               {"browser": "ALL", "performance": "ALL"})
+        self.driver = webdriver.Chrome(
+            service=Service(shutil.which("chromedriver")), options=options)
+        # The checks of a long page take their time on a busy machine.
+        self.driver.set_script_timeout(300)
+        self.script = self.driver.execute_script
+        self.size()
+
+    def size(self, name="wide"):
+        width, height = SIZES[name]
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+            "width": width, "height": height, "deviceScaleFactor": 1, "mobile": False})
+
+    def media(self, media="", **features):
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {
+            "media": media, "features": [{"name": name.replace("_", "-"), "value": value}
+                                         for name, value in features.items()]})
+
+    def open(self, page, base=f"file://{BOOK}/"):
+        # Otherwise another place of the same page would not load it anew.
+        self.driver.get("about:blank")
+        self.driver.get(base + page)
+
+    def find(self, selector):
+        return self.driver.find_element(By.CSS_SELECTOR, selector)
+
+    def all(self, selector):
+        return self.driver.find_elements(By.CSS_SELECTOR, selector)
+
+    def press(self, *keys):
+        self.find("body").send_keys(*keys)
+
+    def click(self, selector):
+        self.script("document.querySelector(arguments[0]).click()", selector)
+
+    def until(self, what, *arguments):
+        """Waits until an expression is true, which scripts may make so late."""
+        return WebDriverWait(self.driver, 10).until(
+            lambda _: self.script(f"return {what}", *arguments), what)
+
+    def lit(self):
+        """The numbers of the lines that are lit."""
+        return [int(name[1:]) for name in self.script(
+            "return [...document.querySelectorAll('.code .lit')].map(row => row.id)")]
+
+
+@pytest.fixture(scope="module")
+def shared_browser():
+    found = Browser()
+    yield found
+    found.driver.quit()
+
+
+@pytest.fixture
+def browser(shared_browser):
+    shared_browser.size()
+    shared_browser.media()
+    yield shared_browser
+    # No test leaves an error behind, and none loads anything from elsewhere.
+    errors = [entry for entry in shared_browser.driver.get_log("browser")
+              if entry["level"] in ("SEVERE", "WARNING")]
+    loaded = [json.loads(entry["message"])["message"]
+              for entry in shared_browser.driver.get_log("performance")]
+    loaded = [entry["params"]["request"]["url"] for entry in loaded
+              if entry["method"] == "Network.requestWillBeSent"]
+    shared_browser.driver.get("about:blank")
+    assert not errors
+    assert not [url for url in loaded
+                if not re.match(r"file:|data:|about:|http://127\.0\.0\.1:", url)]
+
+
+def numbers(text):
+    """The lines that "436-444,460-462" names."""
+    found = []
+    for part in text.split(","):
+        first, last = part.split("-")
+        found += range(int(first), int(last) + 1)
+    return found
+
+
+# ---- All pages ----
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_error_and_no_overflow(browser, page):
+    """The fixture looks for errors."""
+    for size, (width, _) in SIZES.items():
+        browser.size(size)
+        browser.open(page)
+        wide = browser.script("return document.documentElement.scrollWidth")
+        assert wide <= width, (size, wide, browser.script("""
+            return [...document.querySelectorAll("body *")].filter(element =>
+              element.getBoundingClientRect().right > innerWidth + 1 &&
+              !element.closest("pre, .code, .table")).map(e => e.outerHTML.slice(0, 80))"""))
+
+
+AXE_TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", PAGES)
+def test_accessible(browser, page, scheme):
+    """axe-core finds nothing: contrast, names, alternative texts, landmarks."""
+    if page.startswith(("man/", "files/")) and PAGES.index(page) % 5:
+        pytest.skip("one in five of these, which are all alike")
+    browser.media(prefers_color_scheme=scheme)
+    browser.open(page)
+    with open(AXE, encoding="utf-8") as file:
+        browser.script(file.read())
+    check(browser)
+
+
+def check(browser, selector="document"):
+    found = browser.driver.execute_async_script("""
+        const done = arguments[arguments.length - 1];
+        axe.run(%s, {runOnly: arguments[0], preload: false,
+            resultTypes: ["violations"]}).then(
+          result => done(result.violations.map(found => [found.id, found.nodes.length,
+            found.nodes.slice(0, 3).map(node => [node.html.slice(0, 120),
+                                                 node.failureSummary])])),
+          error => done([String(error)]));""" % selector, AXE_TAGS)
+    assert not found, json.dumps(found, indent=1)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_accessible_in_use(browser, scheme):
+    """Also with lines held, only new lines, and the dialogs open."""
+    browser.media(prefers_color_scheme=scheme)
+    browser.open("6_write.html")
+    with open(AXE, encoding="utf-8") as file:
+        browser.script(file.read())
+    browser.click("#excerpt-5 figcaption a")
+    browser.click("[data-view=new]")
+    check(browser)
+    browser.press("/")
+    browser.find("dialog input").send_keys("fi_writemsg")
+    browser.until("document.querySelector('dialog li')")
+    check(browser, "'dialog'")
+    browser.find("dialog input").send_keys(Keys.ESCAPE)
+    browser.press("?")
+    check(browser, "'dialog.help'")
+
+
+def test_focus_is_visible(browser):
+    browser.open("6_write.html")
+    seen = []
+    for _ in range(12):
+        browser.driver.switch_to.active_element.send_keys(Keys.TAB)
+        seen.append(browser.script("""
+            const style = getComputedStyle(document.activeElement);
+            return [document.activeElement.tagName, style.outlineStyle,
+                    parseFloat(style.outlineWidth)]"""))
+    assert all(style == "solid" and width >= 2 for _, style, width in seen), seen
+    assert len({tag for tag, *_ in seen}) > 2
+
+
+# ---- The program beside the chapter ----
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_scrolling_lights_the_lines(browser, page):
+    """Those of the excerpt in the middle, in sight, and no others."""
+    browser.open(page)
+    for excerpt in browser.all(".excerpt"):
+        browser.script("arguments[0].scrollIntoView({block: 'center'})", excerpt)
+        wanted = numbers(excerpt.get_attribute("data-lines"))
+        browser.until("""[...document.querySelectorAll('.code .lit')].map(row =>
+            Number(row.id.slice(1))).join() === arguments[0].join()""", wanted)
+        assert excerpt.get_attribute("class") == "excerpt reading"
+        # Some of them in sight, and all where there is room.
+        assert browser.script("""
+            const code = document.querySelector(".code").getBoundingClientRect();
+            const boxes = [...document.querySelectorAll(".code .lit")].map(row =>
+              row.getBoundingClientRect());
+            const inside = boxes.filter(box => box.top >= code.top - 1 &&
+                                               box.bottom <= code.bottom + 1);
+            const height = boxes.at(-1).bottom - boxes[0].top;
+            return height < code.height - 40 ? inside.length === boxes.length
+                                             : inside.length > 0""")
+
+
+def test_without_animation(browser):
+    """Many jumps go backwards."""
+    browser.open("6_write.html")
+    assert browser.script("""
+        return [document.documentElement, document.querySelector(".code")].every(element =>
+          getComputedStyle(element).scrollBehavior === "auto")""")
+
+
+def test_what_is_clicked_stays(browser):
+    browser.open("6_write.html")
+    browser.click("#excerpt-3 figcaption a")
+    held = numbers(browser.find("#excerpt-3").get_attribute("data-lines"))
+    assert browser.lit() == held
+    assert browser.script("return location.hash") == f"#L{held[0]}-L{held[-1]}"
+    browser.script("document.getElementById('excerpt-9').scrollIntoView()")
+    time.sleep(0.3)
+    assert browser.lit() == held
+    assert "Held: lines" in browser.find(".state").text
+    # Escape lets go: then it follows again.
+    browser.press(Keys.ESCAPE)
+    assert browser.lit() != held
+    # A second click on the same excerpt does so, too; and so does the key.
+    for release in [lambda: browser.click("#excerpt-3 pre"), lambda: browser.press("h"),
+                    lambda: browser.click(".state button")]:
+        browser.click("#excerpt-3 pre")
+        assert browser.find(".excerpt.held").get_attribute("id") == "excerpt-3"
+        release()
+        assert not browser.all(".excerpt.held")
+
+
+def test_the_address_of_lines(browser):
+    """Opened anew, it lights them, and shows the passage."""
+    browser.open("6_write.html")
+    lines = browser.find("#excerpt-5").get_attribute("data-lines").split(",")[0]
+    first, last = lines.split("-")
+    browser.open(f"6_write.html#L{first}-L{last}")
+    browser.until("document.querySelector('.found')")
+    assert browser.lit() == numbers(lines)
+    assert browser.script("""
+        const box = document.getElementById("excerpt-5").getBoundingClientRect();
+        return box.top < innerHeight && box.bottom > 0""")
+
+
+def test_a_line_leads_to_its_passage(browser):
+    """One that is shown, one that is named, one that an earlier chapter explains."""
+    browser.open("6_write.html")
+    runs = json.loads(browser.script(
+        "return document.getElementById('passages').textContent"))
+    for kind in "shown", "named":
+        first, _, _, _, place = next(run for run in runs[::-1] if run[2] == kind)
+        browser.click(f"#L{first}")
+        assert browser.lit() == [first]
+        assert browser.script("""
+            const found = document.querySelector(".found");
+            const box = found.getBoundingClientRect();
+            return (found.id === arguments[0] || found.contains(
+              document.getElementById(arguments[0]))) && box.top < innerHeight &&
+              box.bottom > 0""", place)
+        assert f"{kind} in the chapter" in browser.find(".state").text
+    first, _, _, page, place = next(run for run in runs if run[2] == "earlier")
+    browser.click(f"#L{first}")
+    link = browser.find(".state a")
+    assert link.get_attribute("href").endswith(f"{page}#{place}")
+    browser.click(".state a")
+    browser.until("document.querySelector('.found')")
+
+
+def test_a_mention_leads_to_the_definition(browser):
+    browser.open("6_write.html")
+    mention = next(link for link in browser.all("p a[data-lines]")
+                   if link.text == "HandleRequest")
+    browser.script("arguments[0].click()", mention)
+    assert "HandleRequest(" in browser.find(".code .lit").text
+    lines = numbers(mention.get_attribute("data-lines"))
+    assert browser.lit() == lines
+    # That was a glance: the next excerpt takes over.
+    browser.press("j")
+    browser.until("!document.getElementById('L' + arguments[0]).matches('.lit')", lines[0])
+
+
+def test_a_name_leads_to_its_manual_page(browser):
+    browser.open("6_write.html")
+    link = next(link for link in browser.all("a.man") if link.text == "fi_writemsg")
+    browser.driver.get(link.get_attribute("href"))
+    assert "fi_rma" in browser.find("h1").text
+    assert "fi_writemsg" in browser.find(":target").text
+
+
+@pytest.mark.parametrize("page", PROGRAMS[1:])
+def test_new(browser, page):
+    """New shows the new lines and the removed ones, which are struck out, and nothing
+    else; All shows all."""
+    browser.open(page)
+    visible = """[...document.querySelectorAll(arguments[0])].filter(element =>
+        element.checkVisibility()).length"""
+    count = browser.script("return document.querySelectorAll('.code [id^=L]').length")
+    new = browser.script("return document.querySelectorAll('.code .new').length")
+    added, removed = map(int, re.findall(r"\d+", browser.find(".size").text)[:2])
+    assert new == added
+    assert browser.script(f"return {visible}", ".code del") == 0
+    browser.press("n")
+    assert browser.script(f"return {visible}", ".code [id^=L]") == new
+    assert browser.script(f"return {visible}", ".code del") == removed
+    assert "line-through" in browser.script(
+        "return getComputedStyle(document.querySelector('.code del')).textDecoration")
+    folded = sum(int(re.match(r"\d+", summary.text)[0])
+                 for summary in browser.all(".code summary"))
+    assert folded == count - new
+    browser.click("[data-view=all]")
+    assert browser.script(f"return {visible}", ".code [id^=L]") == count
+    # `make diff-N` in the text leads there, too.
+    browser.open(page + "#new")
+    browser.until("document.querySelector('.only-new')")
+
+
+def test_map(browser):
+    browser.open("6_write.html")
+    browser.script("document.querySelector('.code').scrollTop = 1e6")
+    browser.until("parseFloat(document.querySelector('.view').style.top) > 90")
+    box = browser.find(".map").rect
+    browser.script("""document.querySelector(".map").dispatchEvent(
+        new MouseEvent("click", {clientY: arguments[0], bubbles: true}))""",
+        box["y"] + box["height"] / 2)
+    browser.until("Math.abs(parseFloat(document.querySelector('.view').style.top) - 49) < 4")
+
+
+# ---- Keys, search, themes ----
+
+def test_keys(browser):
+    browser.open("6_write.html")
+    browser.press(Keys.ARROW_RIGHT)
+    browser.until("location.pathname.endsWith('/7_queue.html')")
+    browser.press(Keys.ARROW_LEFT)
+    browser.until("location.pathname.endsWith('/6_write.html')")
+    browser.script("scrollTo(0, 0)")
+    read = []
+    for key in "jjjk":
+        browser.press(key)
+        time.sleep(0.2)
+        read.append(browser.find(".excerpt.reading").get_attribute("id"))
+    assert read == ["excerpt-1", "excerpt-2", "excerpt-3", "excerpt-2"]
+    browser.press("?")
+    assert browser.find("dialog[open]").is_displayed()
+    browser.find("dialog").send_keys(Keys.ESCAPE)
+    assert not browser.all("dialog[open]")
+
+
+def test_search(browser):
+    """Over chapters and programs, from any page."""
+    browser.open("man/fi_mr.3.html")
+    browser.press("/")
+    browser.find("dialog input").send_keys("immediate overtake")
+    browser.until("/Nothing|in the text/.test(document.querySelector('dialog p').textContent)")
+    field = browser.find("dialog input")
+    field.clear()
+    field.send_keys("HandleWriteCompletion()")
+    browser.until("document.querySelector('dialog li code mark')")
+    field.clear()
+    field.send_keys("delivery_complete")
+    browser.until("document.querySelectorAll('dialog li').length > 3")
+    field.send_keys(Keys.ARROW_DOWN)
+    assert browser.script("return document.activeElement.closest('li') !== null")
+    browser.driver.switch_to.active_element.send_keys(Keys.ENTER)
+    browser.until("/\\d+_\\w+\\.html/.test(location.pathname) && location.hash")
+
+
+def test_themes(browser):
+    """The system's at first; then what the reader has chosen, on all pages."""
+    back = "getComputedStyle(document.body).backgroundColor"
+    browser.media(prefers_color_scheme="light")
+    browser.open("6_write.html")
+    light = browser.script(f"return {back}")
+    browser.media(prefers_color_scheme="dark")
+    dark = browser.script(f"return {back}")
+    assert light != dark
+    shown = "[...document.querySelectorAll('.drawn img')].filter(i => i.offsetParent)"
+    assert browser.script(f"return {shown}.every(i => i.className === 'dark')")
+    browser.press("t")
+    assert browser.script(f"return {back}") == light
+    assert browser.script(f"return {shown}.every(i => i.className === 'light')")
+    browser.open("7_queue.html")
+    assert browser.script(f"return {back}") == light
+    browser.script("localStorage.clear()")
+
+
+# ---- A phone, paper, no script, a server ----
+
+def test_phone(browser):
+    """The program opens below the excerpt, and closes again."""
+    browser.size("phone")
+    browser.open("6_write.html")
+    browser.click("#excerpt-3 figcaption a")
+    assert browser.script("return document.getElementById('excerpt-3')"
+                          ".nextElementSibling.id") == "program"
+    assert browser.lit() == numbers(
+        browser.find("#excerpt-3").get_attribute("data-lines"))
+    assert browser.script("""
+        const code = document.querySelector(".code").getBoundingClientRect();
+        const row = document.querySelector(".lit").getBoundingClientRect();
+        return row.top >= code.top && row.bottom <= code.bottom""")
+    browser.click(".state button")
+    assert browser.script("return document.getElementById('program').parentNode.id") == "text"
+
+
+def test_printed(browser):
+    """The chapter alone."""
+    browser.open("6_write.html")
+    browser.media("print")
+    assert browser.script("""
+        return ["#program", ".bar"].every(selector =>
+          getComputedStyle(document.querySelector(selector)).display === "none") &&
+          document.querySelector("article").offsetHeight > 1000""")
+
+
+def test_without_script():
+    """The text and the program are there, and a plain link leads to the lines."""
+    browser = Browser(script=False)
+    try:
+        browser.open("6_write.html")
+        assert browser.find("article h1").is_displayed()
+        assert not browser.find("[data-do=search]").is_displayed()
+        link = browser.find("#excerpt-5 figcaption a")
+        target = link.get_attribute("href").partition("#")[2]
+        link.click()
+        row, code = browser.find(f"#{target}").rect, browser.find(".code").rect
+        assert browser.driver.current_url.endswith("#" + target)
+        assert row["height"] > 0 and row["y"] >= code["y"] - 1
+    finally:
+        browser.driver.quit()
+
+
+def test_on_a_web_server(browser):
+    """As from files. What is loaded comes from there."""
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+    handler = functools.partial(Quiet, directory=BOOK)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        browser.open("6_write.html", f"http://127.0.0.1:{server.server_port}/")
+        browser.press("/")
+        browser.find("dialog input").send_keys("FI_HMEM")
+        browser.until("document.querySelector('dialog li')")
+        server.shutdown()

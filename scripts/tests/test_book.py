@@ -1,0 +1,320 @@
+"""The pages of `make book`, without a browser: everything is there, and every link leads
+somewhere. scripts/book/test_pages.py looks at them in one."""
+
+import html.parser
+import json
+import os
+import re
+import subprocess
+import urllib.parse
+
+import pytest
+
+import chapters
+import lines
+from conftest import PROGRAMS, ROOT, make, number, parent
+
+pytest.importorskip("markdown_it", reason="scripts/install-deps.sh book installs it")
+import book  # noqa: E402
+import manual  # noqa: E402
+import program  # noqa: E402
+
+VOID = {"br", "hr", "img", "input", "link", "meta", "path"}
+LOADS = {"src", "srcset", "poster", "data"}
+
+
+class Read(html.parser.HTMLParser):
+    """What the tests want to know of a page."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.hrefs, self.loaded, self.headings = [], [], [], []
+        self.images, self.excerpts, self.rows, self.notes = [], [], {}, []
+        self.text = ""
+        self.open = []
+        with open(path, encoding="utf-8") as file:
+            self.feed(file.read())
+        self.close()
+        assert not self.open, (path, self.open)
+
+    def handle_starttag(self, tag, attrs):
+        attrs = dict(attrs)
+        if tag not in VOID:
+            self.open.append((tag, attrs, len(self.text)))
+        if tag == "sup":
+            self.text += " "  # or a note's number would become part of a word
+        if "id" in attrs:
+            self.ids.append(attrs["id"])
+        if tag == "link":
+            self.loaded.append(attrs["href"])
+        elif "href" in attrs:
+            self.hrefs.append(attrs["href"])
+        self.loaded += [value for name, value in attrs.items() if name in LOADS]
+        if tag == "img":
+            self.images.append(attrs)
+
+    handle_startendtag = handle_starttag
+
+    def handle_endtag(self, tag):
+        opened, attrs, start = self.open.pop()
+        assert opened == tag, (opened, tag, self.getpos())
+        text = self.text[start:]
+        if re.fullmatch("h[1-6]", tag) and "id" in attrs:
+            self.headings.append(attrs["id"])
+        if attrs.get("class") == "excerpt":
+            self.excerpts.append((attrs["data-lines"], text))
+        if tag == "div" and re.fullmatch(r"L\d+", attrs.get("id", "")):
+            self.rows[int(attrs["id"][1:])] = (attrs.get("class"), text)
+        if tag == "aside":
+            self.notes.append(attrs["id"])
+
+    def handle_data(self, data):
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory):
+    """The book, with figures that take no browser: empty ones."""
+    folder = tmp_path_factory.mktemp("book")
+    built = book.Book(ROOT, str(folder / "out"), str(folder / "figures"))
+    built.build()
+    return folder / "out"
+
+
+@pytest.fixture(scope="module")
+def pages(out):
+    return {str(path.relative_to(out)): Read(path) for path in sorted(out.rglob("*.html"))}
+
+
+def test_a_page_for_each_chapter(pages):
+    for name in chapters.chapters(ROOT):
+        assert f"{name}.html" in pages
+    assert "index.html" in pages
+
+
+def test_links(out, pages):
+    """They lead to a page of the book that has the place, or into the web. No two places
+    of a page have the same name."""
+    dead = []
+    for name, page in pages.items():
+        assert sorted(page.ids) == sorted(set(page.ids)), name
+        for href in page.hrefs:
+            if re.match("https?:", href):
+                continue
+            path, _, fragment = urllib.parse.unquote(href).partition("#")
+            target = os.path.normpath(
+                os.path.join(os.path.dirname(name), path)) if path else name
+            # The script understands this one.
+            if target not in pages or (fragment not in ["", "new"]
+                                       and fragment not in pages[target].ids):
+                dead.append(f"{name}: {href}")
+    assert not dead
+
+
+def test_nothing_from_outside(out, pages):
+    """Everything that a page loads is beside it."""
+    for name, page in pages.items():
+        for path in page.loaded:
+            if path != "data:,":
+                assert (out / os.path.dirname(name) / path).is_file(), (name, path)
+    assert not re.search(r"@import|url\(", (out / "book.css").read_text())
+    assert not re.search(r"https?:|fetch\(|XMLHttp", (out / "book.js").read_text())
+
+
+@pytest.mark.parametrize("name", chapters.chapters(ROOT))
+def test_headings(pages, name):
+    """Have GitHub's names, so that links from outside work in both."""
+    page = chapters.Page(ROOT, f"chapters/{name}.md")
+    assert pages[f"{name}.html"].headings == chapters.slugs(page.prose)
+
+
+@pytest.mark.parametrize("name", chapters.chapters(ROOT))
+def test_text(pages, name):
+    """All that the chapter says is on the page, in this order, footnotes apart."""
+    page = chapters.Page(ROOT, f"chapters/{name}.md")
+    text = re.sub(r"(?ms)^\[\^.*", "", page.prose)
+    # Pictures, notes, rules of tables, numbers of lists and targets are no text.
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|\[\^\w+\]|(?m:^\| -.*|^ *\d+\. )", "", text)
+    text = chapters.LINK.sub("]", text).replace("*", "")
+    shown = iter(re.findall(r"\w+", pages[f"{name}.html"].text))
+    for word in re.findall(r"\w+", text):
+        assert word in shown, f"{word} is missing, or comes too early"
+    for block in page.blocks:
+        if block.info != "mermaid":
+            assert "\n".join(block.lines).rstrip() in pages[f"{name}.html"].text
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_excerpts(pages, name):
+    """Each names exactly its lines."""
+    source = lines.source_lines(ROOT, name)
+    page = chapters.Page(ROOT, f"chapters/{name}.md")
+    found = pages[f"{name}.html"].excerpts
+    wanted = [block for block in page.blocks if chapters.excerpt(block) is not None]
+    assert len(found) == len(wanted) > 0
+    shown = set()
+    for (where, text), block in zip(found, wanted):
+        ranges = [range(int(first) - 1, int(last)) for first, last in
+                  (part.split("-") for part in where.split(","))]
+        parts = [part for _, part in chapters.excerpt(block) if part]
+        assert [[source[at] for at in lines_] for lines_ in ranges] == parts
+        said = "lines " + ", ".join(
+            f"{r[0] + 1} to {r[-1] + 1}" if len(r) > 1 else f"{r[0] + 1}" for r in ranges)
+        said = " and ".join(said.rsplit(", ", 1))
+        if len(ranges) == len(ranges[0]) == 1:
+            said = said.replace("lines", "line")
+        # After that comes the code, or the function that it is in.
+        assert text.startswith((said + parts[0][0], said + ", in ")) or \
+            block.info == "diff" and text.startswith(said), (text[:60], said)
+        shown.update(*ranges)
+    assert shown == lines.shown_lines(page, source)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_program(pages, name):
+    """All lines are there, and those are marked as new that `make diff-N` adds."""
+    rows = pages[f"{name}.html"].rows
+    source = lines.source_lines(ROOT, name)[:-1]
+    assert [text for _, (_, text) in sorted(rows.items())] == [
+        f"{at}{line}\n" for at, line in enumerate(source, 1)]
+    new = [source[at - 1] for at, (mark, _) in sorted(rows.items()) if mark == "new"]
+    diff = make(f"diff-{number(name)}") if parent(name) else ""
+    assert new == [line[1:] for line in diff.splitlines()
+                   if line[:1] == "+" and not line.startswith("+++ b/")]
+
+
+@pytest.mark.parametrize("name", PROGRAMS[1:])
+def test_step(name):
+    """The new lines and the removed ones make one program from the other."""
+    found = program.programs(ROOT)
+    now, before = found[name], found[parent(name)]
+    rebuilt = {}
+    for at, old in now.step.before.items():
+        assert now.source[at] == before.source[old]
+        rebuilt[old] = now.source[at]
+    for old in sum(now.step.removed.values(), []):
+        assert old not in rebuilt
+        rebuilt[old] = before.source[old]
+    assert sorted(rebuilt) == list(range(len(before.source)))
+    assert sorted([*now.step.before, *now.step.new]) == list(range(len(now.source)))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_passages(out, pages, name):
+    """Each line leads to the excerpt that shows it, or to a name; none that the account
+    of lines.py has is without a passage."""
+    page = chapters.Page(ROOT, f"chapters/{name}.md")
+    source = lines.source_lines(ROOT, name)
+    naming = lines.Naming(page, source)
+    text = (out / f"{name}.html").read_text()
+    runs = re.search(r'id="passages">(\[.*?\])</script>', text)[1]
+    kinds = {}
+    for first, last, kind, where, place in json.loads(runs):
+        assert place in pages[where or f"{name}.html"].ids
+        kinds.update(dict.fromkeys(range(first - 1, last), kind))
+    for at in range(len(source) - 1):
+        if source[at].strip():
+            wanted = "shown" if at in naming.shown else \
+                "named" if naming.word(at) else None
+            assert kinds.get(at) == wanted or wanted is None and kinds.get(at) == "earlier"
+    assert not [at for at in lines.new_lines(page, source) if at not in kinds]
+
+
+def test_notes(pages):
+    """Each footnote is an aside, and leads back."""
+    for name in chapters.chapters(ROOT):
+        text = chapters.Page(ROOT, f"chapters/{name}.md").prose
+        count = len(set(re.findall(r"(?m)^\[\^(\w+)\]:", text)))
+        notes = pages[f"{name}.html"].notes
+        assert notes == [f"note-{n}" for n in range(1, count + 1)]
+
+
+def test_pictures_say_what_they_show(pages):
+    for name, page in pages.items():
+        for image in page.images:
+            assert image["alt"] and image["width"] and image["height"], (name, image)
+
+
+def test_figures(tmp_path):
+    """Those that have been drawn are shown in both themes, with their text."""
+    source = chapters.Page(ROOT, "chapters/6_write.md").blocks[0]
+    assert source.info == "mermaid"
+    built = book.Book(ROOT, str(tmp_path), str(tmp_path / "figures"))
+    digest = subprocess.run(["sha256sum"], input="\n".join(source.lines) + "\n", text=True,
+                            capture_output=True, check=True).stdout[:16]
+    (tmp_path / "figures").mkdir()
+    for theme in "light", "dark":
+        (tmp_path / f"figures/{digest}-{theme}.svg").write_text(
+            '<svg viewBox="-50 -10 650.5 400"></svg>')
+    text = book.Chapter(built, chapters.Page(ROOT, "chapters/6_write.md")).html()
+    for theme in "light", "dark":
+        assert f'class="{theme}" src="{digest}-{theme}.svg"' in text
+    assert 'width="650" height="400"' in text
+    assert "client → server: CONNECT (address)" in text
+    assert built.not_drawn == 0
+
+
+def test_figure_text():
+    assert book.figure_text(
+        'flowchart LR\n  H["4 hello<br>one <b>message</b>"] --> R["5 reverse"]\n'
+        "  R -.-> H\n") == ("<li>4 hello one message → 5 reverse</li>"
+                            "<li>5 reverse → 4 hello one message</li>")
+
+
+def test_diff_of_two_parts():
+    """The second diff counts its lines from where the application begins."""
+    before = ["a", "b", "//", "// The application", "//", "old", "same"]
+    after = ["a", "c", "b", "//", "// The application", "//", "same", "new"]
+    text = """==== 1. What b shares with a ====
+
+--- a/src/a.cpp
++++ b/src/b.cpp
+@@ -1,2 +1,3 @@
+ a
++c
+ b
+
+==== 2. The application of b, in place of that of a ====
+(It begins at line 4 of src/b.cpp, which is line 1 here.)
+
+--- a/src/a.cpp
++++ b/src/b.cpp
+@@ -4 +3,0 @@
+-old
+@@ -5,0 +5 @@
++new
+"""
+    step = program.read_diff(text, before, after)
+    assert step.new == {1, 7} and step.removed == {6: [5]}
+    assert step.before == {0: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 6}
+
+
+def test_manual(tmp_path):
+    """A name leads to the page that is about it, and links are followed."""
+    (tmp_path / "man3").mkdir()
+    (tmp_path / "man7").mkdir()
+    page = ('.TH "{0}" "3" "" "" ""\n.SH NAME\n.PP\n{0} - text\n.SH FLAGS\n{1}'
+            "\n.SH SEE ALSO\n.PP\n\\f[C]fi_cq\\f[R](3), \\f[C]fi_none\\f[R](3)\n")
+    for path, text in {
+            "man3/fi_cq.3": page.format("fi_cq", ".TP\n\\f[I]FI_READ\\f[R]\nIt reads."),
+            "man3/fi_cq_read.3": ".so man3/fi_cq.3\n",
+            "man3/fi_msg.3": page.format("fi_msg", "FI_READ and FI_READ"),
+            "man7/fi_tcp.7": page.format("fi_tcp", ".TP\nFI_READ\n.TP\nFI_OTHERS")}.items():
+        (tmp_path / path).write_text(text)
+    found = manual.Manual([str(tmp_path)])
+    assert found.link("fi_cq_read").startswith("man/fi_cq.3.html")
+    assert found.link("FI_READ") == "man/fi_cq.3.html#FI_READ"
+    assert found.link("fi_msg", "3") == "man/fi_msg.3.html"
+    assert found.link("FI_OTHER") is None and found.link("fi_msg", "7") is None
+    assert found.needed == {"fi_cq(3)", "fi_msg(3)"}
+    text = found.render("fi_msg(3)")
+    assert '<a href="fi_cq.3.html">' in text and "fi_none.3.html" not in text
+
+
+@pytest.mark.parametrize("path,name", [
+    ("README.md", "index.html"), ("chapters/6_write.md", "6_write.html"),
+    ("src/6_write.cpp", "6_write.html"), ("Makefile", "files/Makefile.html"),
+    ("scripts/README.md", "contributing.html"),
+    ("scripts/exercises/6_write.patch", "files/scripts-exercises-6_write.patch.html")])
+def test_page_names(path, name):
+    assert book.page_name(path) == name

@@ -12,7 +12,7 @@ import time
 import pytest
 
 from conftest import (BUILD, BYE, JOIN, LIBFABRIC_LEAKS, PROVIDERS, ROOT, TABLE_ALIVE,
-                      TABLE_REPLY, FakeClient, FakeServer, base, report)
+                      TABLE_REPLY, TIME_FACTOR, FakeClient, FakeServer, base, report)
 
 LEASE = 1  # s
 LOG_SIZE = 1 << 20  # entries
@@ -132,7 +132,9 @@ def test_slow_holder(serve, provider):
     """A client that holds the lock for longer than a lease loses it. What it would
     have changed does no harm, and it changes that again."""
     server = serve("10_lock", provider)
-    holder = server.start_client("2", HOLD_MS=str(1500 * LEASE))
+    # Enough of them to be still there when the other one gets to the lock.
+    held = round(2 * TIME_FACTOR)
+    holder = server.start_client(str(held), HOLD_MS=str(1500 * LEASE))
     holder.wait_for("FETCH-AND-ADD and WRITE")
     other = server.start_client("5")
     assert other.wait() == 0, other.output
@@ -140,7 +142,7 @@ def test_slow_holder(serve, provider):
     assert turns(other)[1] >= 1
     assert turns(holder)[0] >= 1
     entries, changes, *_ = check_left(server)
-    assert entries == changes == 7
+    assert entries == changes == held + 5
     assert not server.errors()
     server.stop()
 

@@ -229,7 +229,7 @@ Info GetInfo(uint64_t caps) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. The answer keeps those that the provider makes.
+  // Demands that we can meet. The answer keeps what the provider insists on.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -288,9 +288,9 @@ struct Domain {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
-    // The shm provider copies the data of a WRITE in time even if we do not ask
-    // for that. If we ask, the provider of libfabric 1.17 has the other side
-    // copy it under a lock, and waits for ever if that side is killed.
+    // Over shm a WRITE is copied before it completes, even if we ask for no
+    // level. If we ask, the provider of libfabric 1.17 has the other side copy
+    // it under a lock, and waits for ever if that side is killed.
     if (strcmp(info->fabric_attr->prov_name, "shm") == 0) write_flags = 0;
   }
 

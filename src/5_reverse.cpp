@@ -195,7 +195,7 @@ Info GetInfo(uint64_t caps) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. The answer keeps those that the provider makes.
+  // Demands that we can meet. The answer keeps what the provider insists on.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;

@@ -202,7 +202,7 @@ Info GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   hints->caps = caps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. The answer keeps those that the provider makes.
+  // Demands that we can meet. The answer keeps what the provider insists on.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
@@ -254,10 +254,10 @@ struct Domain {
       throw std::runtime_error(std::string(info->fabric_attr->prov_name) +
                                " has no immediate data; try another provider");
     }
-    // The shm provider copies the data of a WRITE in time even if we do not ask
-    // for that. If we ask, the provider of libfabric 1.17 has the other side
-    // copy it under a lock, and waits for ever if that side is killed. It
-    // copies GPU memory in no other way.
+    // Over shm a WRITE is copied before it completes, even if we ask for no
+    // level. If we ask, the provider of libfabric 1.17 has the other side copy
+    // it under a lock, and waits for ever if that side is killed. It copies GPU
+    // memory in no other way.
     if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
         (info->caps & FI_HMEM) == 0) {
       write_flags = 0;

@@ -57,6 +57,7 @@ function beside() {
   const article = $("article"), home = program.parentNode;
   const wide = matchMedia("(min-width: 75rem)");
   const passages = JSON.parse($("#passages").textContent);
+  const names = JSON.parse($("#names").textContent);
   const folds = $$("details.old", code);
   const excerpts = $$(".excerpt");
   const parts = excerpts.flatMap(excerpt => {
@@ -244,6 +245,15 @@ function beside() {
     return link ? link.textContent : name;
   };
 
+  // What the names in a line mean: links, if that is not this very line.
+  function meanings(number) {
+    const code = [...row(number).childNodes].slice(1).map(node => node.textContent).join("");
+    const links = [...new Set(code.match(/\w+/g) || [])].filter(word => names[word] &&
+      !ranges(names[word].replace(/^#L|L/g, "")).some(([first]) => first === number))
+      .map(word => make("a", {href: names[word], className: "name"}, word));
+    return links.flatMap((link, at) => [at ? " " : " · see ", link]);
+  }
+
   function explain(number, lines = `${number}-${number}`) {
     const run = passages.find(([first, last]) => first <= number && number <= last);
     const [, , kind, page, place] = run || [];
@@ -251,7 +261,7 @@ function beside() {
       ? [" · explained in ", make("a", {href: page + "#" + place}, titles(page))]
       : kind ? [" · ", make("a", {href: "#" + place}, kind + " in the chapter")] : [];
     const target = kind && !page && document.getElementById(place);
-    hold(row(number), lines, ...more);
+    hold(row(number), lines, ...more, ...meanings(number));
     mark(target);
     if (target && program.parentNode === home) found.scrollIntoView({block: "center"});
   }
@@ -260,10 +270,10 @@ function beside() {
     const at = event.target.closest("[id^=L]");
     if (!at || event.ctrlKey || event.metaKey || String(getSelection())) return;
     event.preventDefault();
-    const top = at.offsetTop - code.scrollTop;
+    const top = at.getBoundingClientRect().top;
     explain(Number(at.id.slice(1)));
     // The line stays below the pointer.
-    code.scrollTop = at.offsetTop - top;
+    code.scrollTop += at.getBoundingClientRect().top - top;
   });
 
   // ---- All or New ----
@@ -394,7 +404,8 @@ const actions = {
                     make("dd", {}, text));
       dialog = popup("help", "Keys", list, make("p", {},
         "Click an excerpt, and its lines stay. Click a line of the program, and the chapter " +
-        "goes to where it explains that line."));
+        "goes to where it explains that line; above the program, the names in it lead to " +
+        "what they mean."));
     }
     dialog.showModal();
   },

@@ -465,9 +465,19 @@ class Chapter:
 
     # ---- The program ----
 
+    def meaning(self, word):
+        """Where a name in the program is explained: its definition there, or a manual
+        page. None if nowhere."""
+        found = self.program.targets.get(word)
+        if found:
+            return f"#L{found.first + 1}" + f"-L{found.last + 1}" * (found.last > found.first)
+        return chapters.NAME.fullmatch(word) and self.book.manual.link(word)
+
     def program_html(self):
         found = self.program
         runs = found.passages()
+        names = {word: self.meaning(word) for word in found.words()}
+        names = {word: where for word, where in names.items() if where}
         name = f"{found.name}.cpp"
         views = said = ""
         legend = "<i class=shown></i>shown <i class=named></i>named in the chapter"
@@ -489,6 +499,7 @@ class Chapter:
 <div class="map" title="The whole program: shown or named in the chapter; new">{found.map(runs)}<div class="view"></div></div>
 </div>
 <script type="application/json" id="passages">{json.dumps(runs, separators=(",", ":"))}</script>
+<script type="application/json" id="names">{json.dumps(names, separators=(",", ":"))}</script>
 </section>
 """
 

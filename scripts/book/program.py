@@ -131,6 +131,11 @@ class Program:
                     range(d.first, d.last + 1)), d.first))
         return targets
 
+    def words(self):
+        """The names in its code, without comments and strings."""
+        return sorted({value for kind, value in CppLexer().get_tokens(
+            "\n".join(self.source)) if kind in Name})
+
     @functools.lru_cache(maxsize=None)
     def passage(self, number):
         """What explains a line: shown or named, the chapter's page (empty for this

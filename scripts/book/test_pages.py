@@ -310,6 +310,35 @@ def test_a_name_leads_to_its_manual_page(browser):
     assert "fi_writemsg" in browser.find(":target").text
 
 
+def test_a_line_leads_to_what_its_names_mean(browser):
+    """To their definitions, and to the manual pages."""
+    browser.open("6_write.html")
+    number = browser.script("""
+        return [...document.querySelectorAll(".code [id^=L]")].find(row =>
+          /fi_writemsg\\(ep/.test(row.textContent)).id""")
+    browser.click(f"#{number}")
+    names = {link.text: link for link in browser.all(".state .name")}
+    assert "man/fi_rma.3.html" in names["fi_writemsg"].get_attribute("href")
+    number = browser.script("""
+        return [...document.querySelectorAll(".code [id^=L]")].find(row =>
+          /^\\d+ .*[^\\w:]CheckSilence\\(what/.test(row.textContent)).id""")
+    browser.click(f"#{number}")
+    browser.click(".state .name")
+    browser.until("/void CheckSilence/.test(document.querySelector('.lit').textContent)")
+
+
+@pytest.mark.parametrize("width", [1280, 1400])
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_lines_fit(browser, page, width):
+    """Lines of 80 columns are read without moving them sideways."""
+    browser.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+        "width": width, "height": 800, "deviceScaleFactor": 1, "mobile": False})
+    browser.open(page)
+    assert browser.script("""
+        const code = document.querySelector(".code");
+        return code.scrollWidth - code.clientWidth""") <= 0
+
+
 @pytest.mark.parametrize("page", PROGRAMS[1:])
 def test_new(browser, page):
     """New shows the new lines and the removed ones, which are struck out, and nothing

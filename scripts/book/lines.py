@@ -50,7 +50,7 @@ def definitions(lines, first=0, last=None, indent="", ends=("{", ";", "}")):
         type_ = re.match(r"(?: template <.*>)? (enum class|struct) (\w+)[^(=]*\{(.*\};)?$",
                          code)
         # A field may be a function, too.
-        function = re.match(r"(?! std::function| using)[^=({]*?(~?\w+)\(", code)
+        function = re.match(r"(?! std::function| using| static_assert)[^=({]*?(~?\w+)\(", code)
         value = re.search(r"(\w+)(\[\w*\])?( ?= ?.*|\{.*)?[;,{]$", code)
         if type_:
             yield Definition(type_[2], start, at, "type")

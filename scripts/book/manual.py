@@ -1,6 +1,7 @@
 """libfabric's manual pages, as installed: which of them describes a name, and those
 that the book needs as HTML."""
 
+import collections
 import functools
 import glob
 import gzip
@@ -38,6 +39,12 @@ class Manual:
             name = os.path.basename(path).removesuffix(".gz")
             self.names[path] = re.sub(r"\.(\d)$", r"(\1)", name)
             self.texts[self.names[path]] = read(path)
+        # How often each page has a word, and which words are terms in a list of it.
+        self.counts = {page: collections.Counter(re.findall(r"\w+", text))
+                       for page, text in self.texts.items()}
+        self.terms = {page: set(re.findall(r"\w+", "\n".join(
+            re.findall(r"^\.TP\n(.*)", text, re.M))))
+                      for page, text in self.texts.items()}
 
     @staticmethod
     def _file(path):
@@ -59,14 +66,12 @@ class Manual:
             if path:
                 return self.names[path]
         best = None
-        word = re.compile(rf"\b{re.escape(name)}\b")
-        term = re.compile(rf"^\.TP\n.*\b{re.escape(name)}\b", re.M)
-        for page, text in self.texts.items():
-            count = len(word.findall(text))
+        for page, counts in self.counts.items():
+            count = counts[name]
             if count:
                 # What a page is about is a term in a list of it. The pages of section 7
                 # only tell how a provider does it.
-                rank = (bool(term.search(text)), page.endswith("(3)"), count, page)
+                rank = (name in self.terms[page], page.endswith("(3)"), count, page)
                 best = max(best or rank, rank)
         return best and best[-1]
 
@@ -84,11 +89,14 @@ class Manual:
 
     def _place(self, page, name):
         """Where a page describes a name: below a heading, or in a list of terms."""
-        found = [id for heading in (r"<h\d[^>]*", "<dt")
-                 for id in re.findall(rf'{heading} id="([^"]*)"', self._html(page))
-                 if re.search(rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])",
-                              id.replace("_/_", " "))]
+        found = [id for id in self._places(page) if re.search(
+            rf"(?<![A-Za-z0-9]){re.escape(name)}(?![A-Za-z0-9])", id.replace("_/_", " "))]
         return found[0] if found else ""
+
+    @functools.lru_cache(maxsize=None)
+    def _places(self, page):
+        return [id for heading in (r"<h\d[^>]*", "<dt")
+                for id in re.findall(rf'{heading} id="([^"]*)"', self._html(page))]
 
     @functools.lru_cache(maxsize=None)
     def _html(self, page):

@@ -132,9 +132,8 @@ class Program:
         return targets
 
     def words(self):
-        """The names in its code, without comments and strings."""
-        return sorted({value for kind, value in CppLexer().get_tokens(
-            "\n".join(self.source)) if kind in Name})
+        """All words in it: its names, and others that mean nothing."""
+        return sorted(set(re.findall(r"\w+", "\n".join(self.source))))
 
     @functools.lru_cache(maxsize=None)
     def passage(self, number):

@@ -19,6 +19,9 @@ import book  # noqa: E402
 import manual  # noqa: E402
 import program  # noqa: E402
 
+# In one worker: each builds a book of its own.
+pytestmark = pytest.mark.xdist_group("book")
+
 VOID = {"br", "hr", "img", "input", "link", "meta", "path"}
 LOADS = {"src", "srcset", "poster", "data"}
 
@@ -183,11 +186,37 @@ def test_program(pages, name):
                    if line[:1] == "+" and not line.startswith("+++ b/")]
 
 
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_names(out, pages, name):
+    """A name in the program leads to its definition, or to its manual page."""
+    text = (out / f"{name}.html").read_text()
+    names = json.loads(re.search(r'id="names">(.*?)</script>', text)[1])
+    rows = pages[f"{name}.html"].rows
+    assert {"Post", "RdmaOp", "FiCheck"} <= set(names)
+    for word, where in names.items():
+        if where.startswith("#"):
+            first, last = (re.findall(r"\d+", where) * 2)[:2]
+            assert any(re.search(rf"(?<![A-Za-z_]){word}\b", rows[at][1])
+                       for at in range(int(first), int(last) + 1)), word
+        else:
+            page, _, place = where.partition("#")
+            assert page in pages and (not place or place in pages[page].ids), word
+    if manual.Manual().texts:
+        missing = set(re.findall(r"\bfi_\w+(?=\()", "".join(
+            line for line in lines.source_lines(ROOT, name)
+            if not line.lstrip().startswith("//")))) - set(names)
+        assert not missing
+
+
+@pytest.fixture(scope="module")
+def programs():
+    return program.programs(ROOT)
+
+
 @pytest.mark.parametrize("name", PROGRAMS[1:])
-def test_step(name):
+def test_step(programs, name):
     """The new lines and the removed ones make one program from the other."""
-    found = program.programs(ROOT)
-    now, before = found[name], found[parent(name)]
+    now, before = programs[name], programs[parent(name)]
     rebuilt = {}
     for at, old in now.step.before.items():
         assert now.source[at] == before.source[old]

@@ -454,6 +454,27 @@ class FakeClient:
     def send(self, message, answer="sent"):
         self.command("send " + message.hex(), answer)
 
+    @contextlib.contextmanager
+    def saying(self, message):
+        """Sends a message every second, however long the test takes."""
+        stop, failures = threading.Event(), []
+
+        def say():
+            try:
+                while not stop.wait(1):
+                    self.send(message)
+            except AssertionError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=say, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        assert not failures, failures[0]
+
     def peer(self, hex_address):
         self.process.write("peer " + hex_address)
 

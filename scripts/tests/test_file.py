@@ -18,8 +18,8 @@ import time
 import pytest
 
 from conftest import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, LIBFABRIC_LEAKS,
-                      PROVIDERS, PUT, READY, ROOT, SAVED, SUCCESS, FakeServer,
-                      FileSender, address_of, base, end, give_up, numbers, put,
+                      PROVIDERS, PUT, READY, ROOT, SAVED, SUCCESS, TIME_FACTOR,
+                      FakeServer, FileSender, address_of, base, end, give_up, numbers, put,
                       write_source)
 
 MIB = 1 << 20  # bytes of a chunk
@@ -770,23 +770,21 @@ def test_senders_that_go(run, serve, provider):
 
     def wait_until_alone():
         # The server has places for 8, so some may have to wait for others to end.
-        stop = time.monotonic() + 25
+        stop = time.monotonic() + 25 * TIME_FACTOR
         while os.listdir(server.folder) != ["alive.part"]:
             assert time.monotonic() < stop, os.listdir(server.folder)
-            alive.send(base(FILE_ALIVE))
             time.sleep(0.1)
 
-    with server.others(str(3 * MIB), count=1):
+    with server.others(str(3 * MIB), count=1), alive.saying(base(FILE_ALIVE)):
         for kills in range(1, KILLS + 1):
             client = server.start_client("500000000", random.choice(["1", "8"]))
             client.wait_for("Sent CONNECT")
             time.sleep(random.uniform(0, 0.5))
             client.signal(signal.SIGKILL)
             client.wait()
-            alive.send(base(FILE_ALIVE))
             if kills % 6 == 0:
                 wait_until_alone()
-    wait_until_alone()
+        wait_until_alone()
     for client in silent, deaf:
         client.expect("error: waiting for the client: nothing has happened for 10 s")
     alive.send(give_up(b"tired"))

@@ -261,11 +261,11 @@ def test_seats(run, serve):
     later get the seats, the keys and the ledgers of those before them."""
     server = serve("10_lock")
     staying = Vandal(run, server)
-    for _ in range(3):
-        clients = [server.start_client("20") for _ in range(4)]
-        for client in clients:
-            assert client.wait() == 0, client.output
-            staying.send(base(TABLE_ALIVE))
+    with staying.saying(base(TABLE_ALIVE)):
+        for _ in range(3):
+            clients = [server.start_client("20") for _ in range(4)]
+            for client in clients:
+                assert client.wait() == 0, client.output
     assert "the log has" not in server.process.output
     staying.leave(entries=0)
     entries, changes, records, *_ = check_left(server)

@@ -208,16 +208,13 @@ def test_stopped_client(run, serve):
     server = serve("8_malloc")
     alive = Borrower(run, server)
     alive.borrow(64)
-    client = server.start_client("64")
-    client.wait_for("Borrowed")
-    client.signal(signal.SIGSTOP)
-    stopped = time.monotonic()
-    number = server.process.wait_for(r"^\[(\d+)\] Received CONNECT", count=2)[1]
-    pattern = rf"^\[{number}\] error: waiting for the client: nothing has happened"
-    while not re.search(pattern, server.process.output, re.M):
-        assert time.monotonic() - stopped < 15, server.process.output
-        alive.send(base(ALIVE))
-        time.sleep(1)
+    with alive.saying(base(ALIVE)):
+        client = server.start_client("64")
+        client.wait_for("Borrowed")
+        client.signal(signal.SIGSTOP)
+        number = server.process.wait_for(r"^\[(\d+)\] Received CONNECT", count=2)[1]
+        server.process.wait_for(
+            rf"^\[{number}\] error: waiting for the client: nothing has happened")
     assert server.pool_line(number).startswith("the pool lends 64 bytes in 1 ")
     client.signal(signal.SIGCONT)
     assert client.wait(30) == 1, client.output

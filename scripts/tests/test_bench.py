@@ -380,6 +380,18 @@ def test_progress_on_a_terminal(monkeypatch):
     assert b"[" + b"#" * 30 + b"] step 2" in output
 
 
+def test_small_pages_are_not_compared_with_iperf3(capsys):
+    results = bench.Results()
+    for program, provider in PROGRAMS:
+        for size in [4096, *SIZES]:
+            results.add(program, provider, size, 1e6)
+    bench.print_table(results, ["shm"], [4096, *SIZES])
+    output = capsys.readouterr().out
+    assert re.search("/ iperf3$", output, re.M), output
+    for row in [rf"^shm +4 KiB( +{RATE}){{5}} +-$", rf"^shm +64 KiB( +{RATE}){{6}}$"]:
+        assert re.search(row, output, re.M), output
+
+
 def test_medians(tmp_path):
     """The table has the median of single runs, a ratio that of pairs."""
     results = bench.Results()

@@ -1158,9 +1158,9 @@ struct JoinRequestState {
 
 int ServerMain(const char* program) {
   Domain domain(GetInfo(kCaps));
+  SharedMemory memory(domain);
   Session listener(domain);
   CheckAtomics(listener.net);
-  SharedMemory memory(domain);
   std::list<JoinRequestState> clients;
   PrintClientCommand(program, listener.net);
 

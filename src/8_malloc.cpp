@@ -1096,8 +1096,8 @@ Info GetInfoWithGpu();
 
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
-  Session listener(domain);
   Pool pool(domain, kPoolSize);
+  Session listener(domain);
   std::list<MallocRequestState> clients;
   PrintClientCommand(program, listener.net);
 

@@ -119,8 +119,8 @@ function beside() {
 
   function mark(element) {
     if (found) found.classList.remove("found");
-    found = element && (element.id.startsWith("name-")
-      ? element.closest("p, li, td, th, h1, h2, h3") : element);
+    found = !element ? null : element.id.startsWith("name-")
+      ? element.closest("p, li, td, th, h1, h2, h3") : element;
     if (found) found.classList.add("found");
   }
 

@@ -1239,7 +1239,7 @@ struct MallocClient {
     return reply;
   }
 
-  // Borrows memory of the server. What we get can be used with Write and Read.
+  // Borrows memory of the server. What we get can be READ and written.
   AppMemoryRegion RemoteMalloc(size_t size) {
     AppMemoryRegion piece = Ask({{AppMessageType::kMalloc}, size, 0}).piece;
     if (piece.size != size) throw BadMessage("a piece of another size");

@@ -343,8 +343,8 @@ struct Network {
 
     FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
-    // The shm provider has just put handlers of its own before ours. They delete
-    // our shared memory at once, and then the other side may crash.
+    // The shm provider has just put handlers of its own before ours. They
+    // delete our shared memory at once, and then the other side may crash.
     if (!g_interrupted) InstallSignalHandlers();
     FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
     FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),

@@ -18,5 +18,5 @@ make -j2 all build/sanitized/allocator BUILD=build/sanitized \
 
 python=$(python_with pytest xdist)
 # Most tests spend their time waiting, so several of them wait at a time.
-without_symbols "$python" -m pytest -p no:cacheprovider -n 4 --dist loadgroup -rs \
+without_symbols "$python" -m pytest -n 4 --dist loadgroup -rs \
   scripts/tests "$@"

@@ -17,4 +17,4 @@ if [ "$axe" != "$(cat "$dir/.installed" 2>/dev/null)" ]; then
 fi
 
 python=$(python_with pytest selenium)
-"$python" -m pytest -p no:cacheprovider -q scripts/book/test_pages.py "$@"
+"$python" -m pytest -q scripts/book/test_pages.py "$@"

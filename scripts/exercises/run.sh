@@ -17,4 +17,4 @@ shift
 
 python=$(python_with pytest)
 # conftest.py is that of the tests, because exercises start programs as tests do.
-exec "$python" -m pytest -p no:cacheprovider --tb=short -q "$exercise" "$@"
+exec "$python" -m pytest --tb=short -q "$exercise" "$@"

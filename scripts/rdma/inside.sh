@@ -20,7 +20,7 @@ export FI_UNIVERSE_SIZE=100
 env -u FI_PROVIDER $BUILD/4_hello --list | sed 1q
 
 test_over() {  # KIND_OF_DEVICE PYTEST_OPTION...
-  RDMA=$1 without_symbols "$(python_with pytest xdist)" -m pytest -p no:cacheprovider --color=no \
+  RDMA=$1 without_symbols "$(python_with pytest xdist)" -m pytest --color=no \
     -n 2 -v -rsx "${@:2}"
 }
 

@@ -215,8 +215,8 @@ def try_mutant(mutant):
                            cwd=COPY, check=True)
         file, _, names = mutant.tests.partition(" ")
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-x", "-n",
-             "2", f"scripts/tests/{file}", "-k", names], cwd=COPY,
+            [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2",
+             f"scripts/tests/{file}", "-k", names], cwd=COPY,
             env={**os.environ, "BUILD": "build"}, text=True, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         failed = re.search(r"\d+ failed", done.stdout)

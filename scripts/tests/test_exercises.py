@@ -38,15 +38,19 @@ def test_not_solved_yet(build, number, program):
 
 @exercises
 def test_answer(tmp_path, number, program):
-    """As a reader would try it, in a copy of the repository."""
-    shutil.copy(f"{ROOT}/Makefile", tmp_path)
+    """As a reader would try it, in a copy of the repository, in a folder of whose
+    tests it must not know."""
+    (tmp_path / "conftest.py").write_text("raise OSError('of somebody else')\n")
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    shutil.copy(f"{ROOT}/Makefile", copy)
     for folder in ["src", "scripts"]:
-        shutil.copytree(f"{ROOT}/{folder}", tmp_path / folder)
-    subprocess.run(["git", "apply", answer(program)], cwd=tmp_path, check=True)
-    output = make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0",
+        shutil.copytree(f"{ROOT}/{folder}", copy / folder)
+    subprocess.run(["git", "apply", answer(program)], cwd=copy, check=True)
+    output = make("-C", str(copy), "BUILD=build", "CXXFLAGS=-O0",
                   f"exercise-{number}")
     assert re.search("^[0-9]+ passed in", output, re.M), output
-    for line in (tmp_path / "src" / f"{program}.cpp").read_text().splitlines():
+    for line in (copy / "src" / f"{program}.cpp").read_text().splitlines():
         assert len(line) <= 80, line
 
 

@@ -20,7 +20,7 @@ import pytest
 from conftest import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, LIBFABRIC_LEAKS,
                       PROVIDERS, PUT, READY, ROOT, SAVED, SUCCESS, TIME_FACTOR,
                       FakeServer, FileSender, address_of, base, end, give_up, numbers, put,
-                      write_source)
+                      sturdy_providers, write_source)
 
 MIB = 1 << 20  # bytes of a chunk
 # The checksums of the first chunks of a file of zeros: XXH3_64bits_withSeed of 1 MiB,
@@ -740,15 +740,6 @@ def test_same_name(serve, run):
 
 
 # ---- Processes that go ----
-
-# As for 8_malloc: libfabric 1.17 came with the net provider.
-sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
-    "shm", marks=pytest.mark.skipif(
-        "net" in PROVIDERS,
-        reason="a process that is killed in a WRITE through libfabric 1.17's shm "
-        "leaves a lock behind in the memory of the other"))],
-    ids=["default", "shm"])
-
 
 @pytest.mark.builds("sanitized")
 @sturdy_providers

@@ -13,7 +13,8 @@ import time
 import pytest
 
 from conftest import (ACCEPT, ALIVE, BYE, FREE, LIBFABRIC_LEAKS, MALLOC, PROVIDERS,
-                      REPLY, ROOT, SHORT, USAGE, Borrower, FakeServer, base, request)
+                      REPLY, ROOT, SHORT, USAGE, Borrower, FakeServer, base, request,
+                      sturdy_providers)
 
 POOL = 256 << 20  # bytes
 ALIGN = 64  # bytes
@@ -23,13 +24,6 @@ KILLS = int(os.environ.get("KILLS", "6"))
 
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
-# The net provider came with libfabric 1.16 and went with 1.18.
-sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
-    "shm", marks=pytest.mark.skipif(
-        "net" in PROVIDERS,
-        reason="a process that is killed in a READ or WRITE through libfabric "
-        "1.17's shm leaves a lock behind in the server's memory"))],
-    ids=["default", "shm"])
 
 
 def wait_for_seats(server, taken):

@@ -29,7 +29,7 @@ ZEROS = [0x918780b90550bf34, 0x9d7d2e9aaa03f330, 0x511f3e0f81b878ab,
          0xe3663441c804a5c6]
 # How many senders test_senders_that_go kills, and twice as many as
 # test_servers_that_go kills servers. KILLS=50 takes minutes.
-KILLS = int(os.environ.get("KILLS", "6"))
+KILLS = int(os.environ.get("KILLS", "4"))
 SLOW = {"SLOW_DISK_MS": "100"}  # for a chunk
 MESSAGES = {"NO_IMMEDIATE_DATA": "1"}
 

@@ -8,7 +8,8 @@ import subprocess
 
 import pytest
 
-from conftest import BUILD, PROVIDERS, ROOT, Server, make, number, write_source
+from conftest import (BUILD, PROVIDERS, ROOT, Server, make, number, provider_in,
+                      write_source)
 
 pytestmark = pytest.mark.builds("plain")
 
@@ -34,7 +35,9 @@ def test_4_hello(run, broken):
     for text in "Hello, world!", "x" * 20000:
         server.check_client(text)
     received = server.process.wait_for(r"^Received 20000 bytes: (.*)$")[1]
-    assert "#" in received
+    # The tcp of libfabric 2 copies this one, too.
+    hidden = provider_in(server.process.output) == "tcp"
+    assert ("#" in received) != hidden
     assert "Received 13 bytes: Hello, world!\n" in server.process.output
     server.stop()
     if "sockets" in PROVIDERS:

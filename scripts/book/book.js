@@ -68,6 +68,7 @@ function beside() {
   let reading = null;  // the part of an excerpt that is being read
   let lit = [];
   let found = null;
+  let carried = null;  // from where to where a line has taken the chapter
 
   // Tab would stop at each of two thousand numbers otherwise.
   for (const number of $$("[id] > a", code)) number.tabIndex = -1;
@@ -131,14 +132,18 @@ function beside() {
       excerpt.classList.toggle("held", excerpt === element);
       excerpt.classList.remove("reading");
     }
-    for (const fold of folds)
-      if (ranges(lines).some(([first]) => fold.contains(row(first)))) fold.open = true;
+    unfold(lines);
     light(lines);
     const release = make("button", {type: "button", title: "Esc"},
                          wide.matches ? "Let go" : "Close");
     release.addEventListener("click", follow);
     say(release, `Held: ${words(lines)}`, ...more);
     address(lines);
+  }
+
+  function unfold(lines) {
+    for (const fold of folds)
+      if (ranges(lines).some(([first]) => fold.contains(row(first)))) fold.open = true;
   }
 
   // The address says it, too, so that it can be sent to somebody.
@@ -157,6 +162,12 @@ function beside() {
     held = reading = null;
     mark(null);
     for (const excerpt of excerpts) excerpt.classList.remove("held");
+    // Back to where the chapter was, unless the reader has gone on from there.
+    if (carried && Math.abs(scrollY - carried.to) < 40) scrollTo(0, carried.from);
+    carried = null;
+    // Nothing is held when somebody comes back to this address.
+    if (/^#L\d/.test(location.hash))
+      history.replaceState(null, "", location.pathname + location.search);
     say("");
     light("");
     read();
@@ -182,7 +193,15 @@ function beside() {
   function read() {
     if (held || !wide.matches) return;
     const best = nearest();
-    // Between two excerpts, the last one stays.
+    if (!best && reading) {
+      // Between two excerpts, the last one stays; but not for ever.
+      const box = reading.part.getBoundingClientRect();
+      if (box.top < 2 * innerHeight && box.bottom > -innerHeight) return;
+      reading.excerpt.classList.remove("reading");
+      reading = null;
+      light("");
+      say("");
+    }
     if (!best || best === reading) return;
     reading = best;
     for (const excerpt of excerpts)
@@ -230,9 +249,9 @@ function beside() {
       // A glance at a definition: the next excerpt takes over again.
       if (held) follow();
       reading = nearest();
+      unfold(lines);
       light(lines);
       say(`${words(lines).replace(/^l/, "L")}: ${element.textContent}`);
-      address(lines);
       return;
     }
     hold(element, lines);
@@ -263,7 +282,11 @@ function beside() {
     const target = kind && !page && document.getElementById(place);
     hold(row(number), lines, ...more, ...meanings(number));
     mark(target);
-    if (target && program.parentNode === home) found.scrollIntoView({block: "center"});
+    if (!target || program.parentNode !== home) return;
+    // From line to line, the way back stays the one to where the reader was.
+    const from = carried && Math.abs(scrollY - carried.to) < 40 ? carried.from : scrollY;
+    found.scrollIntoView({block: "center"});
+    carried = {from, to: scrollY};
   }
 
   code.addEventListener("click", event => {
@@ -465,8 +488,9 @@ function searchBox() {
     const has = text => words.every(word => text.includes(word));
     const texts = index.text.filter(([, , heading, text]) =>
       has((text || heading).toLowerCase()));
-    // Headings first.
-    texts.sort((a, b) => Boolean(a[3]) - Boolean(b[3]));
+    // Headings first, and what is on this page.
+    const here = location.pathname.split("/").pop();
+    texts.sort((a, b) => Boolean(a[3]) - Boolean(b[3]) || (b[0] === here) - (a[0] === here));
     const codes = index.code.filter(([line]) => has(line.toLowerCase()));
     for (const [page, place, heading, text] of texts.slice(0, 15)) {
       const where = make("span", {}, `${titles.get(page) || "README"} › ${heading}`);

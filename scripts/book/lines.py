@@ -122,6 +122,10 @@ class Naming:
         if not around:
             return None
         owner = around[-1]
+        # A member with a name like `data` is seldom what the text means by it.
+        common = owner.kind == "value" and owner.name.isalpha() and owner.name.islower()
+        if common and around[0].name in self.named:
+            return around[0].name
         if owner.name in self.named:
             return owner.name
         if owner.kind == "value" and around[0].name in self.named:

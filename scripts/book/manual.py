@@ -23,6 +23,11 @@ def read(path):
         return file.read()
 
 
+# What memory may be used for: these are capabilities and flags of completions, too.
+ACCESS = {"FI_SEND", "FI_RECV", "FI_READ", "FI_WRITE", "FI_REMOTE_READ",
+          "FI_REMOTE_WRITE"}
+
+
 class Manual:
     def __init__(self, where=None):
         self.paths = {}  # "fi_cq_read(3)": the file with its text
@@ -65,6 +70,8 @@ class Manual:
             path = self.paths.get(f"{name}({section})")
             if path:
                 return self.names[path]
+        if name in ACCESS and "fi_mr(3)" in self.texts:
+            return "fi_mr(3)"
         best = None
         for page, counts in self.counts.items():
             count = counts[name]

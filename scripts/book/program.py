@@ -126,8 +126,12 @@ class Program:
             plain = name.isalpha() and name.islower()
             if those[0].kind == "value" and (len(those) > 1 or plain):
                 continue
+            # A declaration only tells that there is a definition elsewhere.
             targets[name] = min(those, key=lambda d: (
-                d.kind != "type", not self.step.new.intersection(
+                d.kind != "type",
+                d.kind == "function" and bool(
+                    re.search(r"\);(\s*//.*)?$", self.source[d.last])),
+                not self.step.new.intersection(
                     range(d.first, d.last + 1)), d.first))
         return targets
 

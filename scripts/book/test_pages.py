@@ -230,6 +230,16 @@ def test_without_animation(browser):
           getComputedStyle(element).scrollBehavior === "auto")""")
 
 
+def test_an_excerpt_does_not_stay_for_ever(browser):
+    """In the exercises, none has been shown for long."""
+    browser.open("6_write.html")
+    browser.press("j")
+    browser.until("document.querySelector('.lit')")
+    browser.script("document.getElementById('exercises').scrollIntoView()")
+    browser.until("!document.querySelector('.lit')")
+    assert browser.find(".state").text == ""
+
+
 def test_what_is_clicked_stays(browser):
     browser.open("6_write.html")
     browser.click("#excerpt-3 figcaption a")
@@ -300,6 +310,61 @@ def test_a_mention_leads_to_the_definition(browser):
     # That was a glance: the next excerpt takes over.
     browser.press("j")
     browser.until("!document.getElementById('L' + arguments[0]).matches('.lit')", lines[0])
+
+
+def test_a_glance_is_over_when_one_comes_back(browser):
+    """From a manual page, for example."""
+    browser.open("6_write.html")
+    link = next(link for link in browser.all("p a[data-lines]")
+                if link.text == "HandleRequest")
+    browser.script("arguments[0].click()", link)
+    assert browser.script("return location.hash") == ""
+    link = next(link for link in browser.all("a.man") if link.text == "fi_writemsg")
+    browser.script("arguments[0].click()", link)
+    browser.until("/fi_rma/.test(location.pathname)")
+    browser.driver.back()
+    browser.until("document.readyState === 'complete'")
+    browser.press("j")
+    browser.until("document.querySelector('.excerpt.reading')")
+    assert "Held" not in browser.find(".state").text
+    # The same holds for lines that have been let go.
+    browser.click("#excerpt-3 figcaption a")
+    browser.press(Keys.ESCAPE)
+    assert browser.script("return location.hash") == ""
+
+
+def test_the_way_back(browser):
+    """A line carries the chapter away; letting it go brings it back, unless one has
+    read on from there."""
+    browser.open("6_write.html")
+    runs = json.loads(browser.script(
+        "return document.getElementById('passages').textContent"))
+    far = next(run[0] for run in runs[::-1] if run[2] == "named")
+    near = next(run[0] for run in runs if run[2] == "shown")
+    at = "return Math.round(scrollY)"
+    browser.script("scrollTo(0, 900)")
+    browser.click(f"#L{far}")
+    assert browser.script(at) > 1500
+    browser.click(f"#L{near}")
+    assert browser.script(at) != 900
+    browser.press(Keys.ESCAPE)
+    assert browser.script(at) == 900
+    browser.click(f"#L{far}")
+    browser.script("scrollBy(0, -600)")
+    read = browser.script(at)
+    browser.press(Keys.ESCAPE)
+    assert browser.script(at) == read
+
+
+def test_a_mention_opens_a_fold(browser):
+    """Where only what is new is to be seen."""
+    browser.open("6_write.html")
+    browser.press("n")
+    link = next(link for link in browser.all("p a[data-lines]") if link.text == "Post")
+    browser.script("arguments[0].click()", link)
+    assert browser.script("""
+        return [...document.querySelectorAll(".code .lit")].every(row =>
+          row.checkVisibility())""")
 
 
 def test_a_name_leads_to_its_manual_page(browser):

@@ -196,6 +196,8 @@ def test_names(out, pages, name):
     for word, where in names.items():
         if where.startswith("#"):
             first, last = (re.findall(r"\d+", where) * 2)[:2]
+            # Where a function is defined, and not where it is declared.
+            assert not re.match(rf".*\b{word}\(.*\);$", rows[int(last) - 1][1]), word
             assert any(re.search(rf"(?<![A-Za-z_]){word}\b", rows[at][1])
                        for at in range(int(first), int(last) + 1)), word
         else:
@@ -325,17 +327,19 @@ def test_manual(tmp_path):
     page = ('.TH "{0}" "3" "" "" ""\n.SH NAME\n.PP\n{0} - text\n.SH FLAGS\n{1}'
             "\n.SH SEE ALSO\n.PP\n\\f[C]fi_cq\\f[R](3), \\f[C]fi_none\\f[R](3)\n")
     for path, text in {
-            "man3/fi_cq.3": page.format("fi_cq", ".TP\n\\f[I]FI_READ\\f[R]\nIt reads."),
+            "man3/fi_cq.3": page.format("fi_cq", ".TP\n\\f[I]FI_DONE\\f[R]\nIt is."),
             "man3/fi_cq_read.3": ".so man3/fi_cq.3\n",
-            "man3/fi_msg.3": page.format("fi_msg", "FI_READ and FI_READ"),
-            "man7/fi_tcp.7": page.format("fi_tcp", ".TP\nFI_READ\n.TP\nFI_OTHERS")}.items():
+            "man3/fi_msg.3": page.format("fi_msg", "FI_DONE and FI_DONE"),
+            "man3/fi_mr.3": page.format("fi_mr", ".TP\n\\f[I]FI_READ\\f[R]\nA right."),
+            "man7/fi_tcp.7": page.format("fi_tcp", ".TP\nFI_DONE\n.TP\nFI_OTHERS")}.items():
         (tmp_path / path).write_text(text)
     found = manual.Manual([str(tmp_path)])
     assert found.link("fi_cq_read").startswith("man/fi_cq.3.html")
-    assert found.link("FI_READ") == "man/fi_cq.3.html#FI_READ"
+    assert found.link("FI_READ") == "man/fi_mr.3.html#FI_READ"
+    assert found.link("FI_DONE") == "man/fi_cq.3.html#FI_DONE"
     assert found.link("fi_msg", "3") == "man/fi_msg.3.html"
     assert found.link("FI_OTHER") is None and found.link("fi_msg", "7") is None
-    assert found.needed == {"fi_cq(3)", "fi_msg(3)"}
+    assert found.needed == {"fi_cq(3)", "fi_mr(3)", "fi_msg(3)"}
     text = found.render("fi_msg(3)")
     assert '<a href="fi_cq.3.html">' in text and "fi_none.3.html" not in text
 

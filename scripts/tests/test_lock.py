@@ -11,8 +11,9 @@ import time
 
 import pytest
 
-from conftest import (BUILD, BYE, JOIN, LIBFABRIC_LEAKS, PROVIDERS, ROOT, TABLE_ALIVE,
-                      TABLE_REPLY, TIME_FACTOR, FakeClient, FakeServer, base, report)
+from conftest import (BUILD, BYE, JOIN, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, ROOT,
+                      TABLE_ALIVE, TABLE_REPLY, TIME_FACTOR, FakeClient, FakeServer,
+                      base, report)
 
 LEASE = 1  # s
 LOG_SIZE = 1 << 20  # entries
@@ -173,7 +174,9 @@ def test_interrupted(serve, provider):
         assert client.wait(5) == 1
         assert client.output.endswith("error: interrupted\n")
         check_left(server, rounds)
-    assert not server.errors()
+    # Verbs may report the closed connection before its last message.
+    assert not [line for line in server.errors()
+                if not OVER_VERBS or "error: SEND failed: " not in line]
     server.stop()
 
 

@@ -152,6 +152,8 @@ function beside() {
     history.replaceState(null, "", `#L${first}` + (last > first ? `-L${last}` : ""));
   }
 
+  const stillThere = () => carried && Math.abs(scrollY - carried.to) < 40;
+
   function follow() {
     if (program.parentNode !== home) {
       // Below an excerpt on a narrow page: goes back to its place.
@@ -163,7 +165,7 @@ function beside() {
     mark(null);
     for (const excerpt of excerpts) excerpt.classList.remove("held");
     // Back to where the chapter was, unless the reader has gone on from there.
-    if (carried && Math.abs(scrollY - carried.to) < 40) scrollTo(0, carried.from);
+    if (stillThere()) scrollTo(0, carried.from);
     carried = null;
     // Nothing is held when somebody comes back to this address.
     if (/^#L\d/.test(location.hash))
@@ -284,7 +286,7 @@ function beside() {
     mark(target);
     if (!target || program.parentNode !== home) return;
     // From line to line, the way back stays the one to where the reader was.
-    const from = carried && Math.abs(scrollY - carried.to) < 40 ? carried.from : scrollY;
+    const from = stillThere() ? carried.from : scrollY;
     found.scrollIntoView({block: "center"});
     carried = {from, to: scrollY};
   }

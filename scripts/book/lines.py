@@ -100,6 +100,13 @@ def shown_lines(page, source):
             for _, numbers in shown_parts(block, source) for number in numbers}
 
 
+def is_common(definition):
+    """A constant or member with a name like `size`, which as often as not means
+    something else."""
+    name = definition.name
+    return definition.kind == "value" and name.isalpha() and name.islower()
+
+
 class Naming:
     """By which of its words a chapter accounts for a line that it does not show."""
 
@@ -122,9 +129,7 @@ class Naming:
         if not around:
             return None
         owner = around[-1]
-        # A member with a name like `data` is seldom what the text means by it.
-        common = owner.kind == "value" and owner.name.isalpha() and owner.name.islower()
-        if common and around[0].name in self.named:
+        if is_common(owner) and around[0].name in self.named:
             return around[0].name
         if owner.name in self.named:
             return owner.name

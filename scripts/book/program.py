@@ -122,9 +122,8 @@ class Program:
                 found[f"{outer.name}::{definition.name}"] = [definition]
         targets = {}
         for name, those in found.items():
-            # Names like `size` mean something else as often as not.
-            plain = name.isalpha() and name.islower()
-            if those[0].kind == "value" and (len(those) > 1 or plain):
+            if those[0].kind == "value" and (
+                    len(those) > 1 or lines.is_common(those[0])):
                 continue
             # A declaration only tells that there is a definition elsewhere.
             targets[name] = min(those, key=lambda d: (

@@ -19,6 +19,9 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
+#include <clocale>
+#include <cwchar>
+#include <cwctype>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -53,6 +56,7 @@ constexpr size_t kMaxAddressSize = 256;           // bytes
 constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
 constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 128;      // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
@@ -100,9 +104,10 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-void HandleSignal(int signum) {
+void HandleSignal(int) {
   g_interrupted = true;
-  signal(signum, SIG_DFL);  // a second one ends the process at once
+  // A second one, of any kind, ends the process at once.
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
 void InstallSignalHandlers() {
@@ -114,18 +119,24 @@ void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
 
-// Replaces the control characters in a text from the other side, because a
-// terminal would obey them: those of ASCII, and U+0080 to U+009F in UTF-8.
-std::string Printable(std::string text) {
-  unsigned char before = 0;
-  for (char& character : text) {
-    auto byte = static_cast<unsigned char>(character);
-    bool control = byte < 0x20 || byte == 0x7f ||
-                   (before == 0xc2 && byte >= 0x80 && byte < 0xa0);
-    if (control) character = '?';
-    before = byte;
+// Replaces whatever in a text from the other side could deceive on a terminal:
+// control characters, marks that reverse the direction of writing, and bytes
+// that are no UTF-8.
+std::string Printable(const std::string& text) {
+  std::string printable;
+  for (size_t i = 0; i < text.size();) {
+    wchar_t character = 0;
+    std::mbstate_t state = {};
+    size_t left = text.size() - i;
+    size_t len = std::mbrtowc(&character, &text[i], left, &state);
+    bool good = len <= left && !std::iswcntrl(character) &&
+                (character < 0x2028 || character > 0x202e) &&
+                (character < 0x2066 || character > 0x2069);
+    if (!good) len = 1;
+    printable += good ? text.substr(i, len) : "?";
+    i += len;
   }
-  return text;
+  return printable;
 }
 
 // ---------------------------------------------------------------------------
@@ -159,7 +170,7 @@ Address ParseAddress(const std::string& hex) {
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
     address.push_back(
-        static_cast<uint8_t>(stoul(hex.substr(i, 2), nullptr, 16)));
+        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
   }
   return address;
 }
@@ -200,7 +211,8 @@ Info GetInfo(uint64_t caps) {
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
-              "program needs (`fi_info -t FI_EP_RDM` lists what there is)");
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
+              "needs room in /dev/shm)");
   return Info(info, fi_freeinfo);
 }
 
@@ -242,7 +254,10 @@ Memory AllocHost(size_t size) {
   size_t align = kBufferAlign;
   size_t rounded = (size + align - 1) / align * align;
   Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) throw std::bad_alloc();
+  if (data == nullptr) {
+    throw std::runtime_error("no memory for " + std::to_string(size) +
+                             " bytes");
+  }
   memset(data.get(), 0, rounded);
   return data;
 }
@@ -289,6 +304,7 @@ struct RdmaOp {
   size_t len = 0;  // bytes; of a RECV, set when a message has arrived
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
+  bool in_flight = false;  // posted, and not yet completed
 
   // Throws if the operation has failed.
   void Check() const {
@@ -306,8 +322,8 @@ struct RdmaOp {
 // holds the addresses of peers, and an event queue.
 struct Network {
   Domain& domain;
-  std::deque<RdmaOp> ops;         // as many as were ever in use at a time
-  std::vector<RdmaOp*> free_ops;  // those of them that are not in use
+  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
+  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
 
   Address addr;  // our own
   // When anything but a SEND has last completed.
@@ -370,16 +386,19 @@ struct Network {
 
   // Hands an operation to libfabric. Its buffer must not change until it has
   // completed. Returns false if libfabric has no room for it now (-FI_EAGAIN);
-  // reading completions makes room, so try again afterwards.
+  // reading completions makes room, so try again afterwards. An operation that
+  // libfabric refuses completes at once, with an error.
   bool Post(RdmaOp request) {
-    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
-    RdmaOp* op = free_ops.back();
+    while (free_ops.size() < kSpareOps) {
+      free_ops.push_back(&ops.emplace_back());
+    }
+    RdmaOp* op = free_ops.front();
     *op = std::move(request);
     ssize_t ret = Submit(op);
     if (ret == -FI_EAGAIN) return false;
-    if (ret != 0) op->error = ErrorText(static_cast<int>(-ret));
-    op->Check();
-    free_ops.pop_back();
+    free_ops.pop_front();
+    op->in_flight = true;
+    if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
     return true;
   }
 
@@ -428,7 +447,11 @@ struct Network {
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
+    // An adapter may report an operation that has completed a second time, as
+    // failed: the peer did not get its receipt.
+    if (!op->in_flight) return;
     RdmaOp done = std::move(*op);
+    op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
     if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
@@ -638,6 +661,7 @@ constexpr const char* kUsage =
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
@@ -650,6 +674,9 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
+  } catch (const std::bad_alloc&) {
+    fprintf(stderr, "error: out of memory\n");
+    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;

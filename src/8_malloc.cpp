@@ -14,6 +14,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -27,7 +28,10 @@
 #include <bit>
 #include <charconv>
 #include <chrono>
+#include <clocale>
 #include <cmath>
+#include <cwchar>
+#include <cwctype>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -42,6 +46,7 @@
 #include <string>
 #include <string_view>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -66,6 +71,7 @@ constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
 constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
@@ -74,7 +80,9 @@ constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
 constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kDrainLimit = 1s;      // that we wait for what is in flight
-constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
+constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
+constexpr auto kAskLimit = 3s;        // without one, that client has given up
+constexpr auto kIdleLimit = 60s;      // without any work, while others wait
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
@@ -138,9 +146,10 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-void HandleSignal(int signum) {
+void HandleSignal(int) {
   g_interrupted = true;
-  signal(signum, SIG_DFL);  // a second one ends the process at once
+  // A second one, of any kind, ends the process at once.
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
 void InstallSignalHandlers() {
@@ -152,18 +161,24 @@ void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
 
-// Replaces the control characters in a text from the other side, because a
-// terminal would obey them: those of ASCII, and U+0080 to U+009F in UTF-8.
-std::string Printable(std::string text) {
-  unsigned char before = 0;
-  for (char& character : text) {
-    auto byte = static_cast<unsigned char>(character);
-    bool control = byte < 0x20 || byte == 0x7f ||
-                   (before == 0xc2 && byte >= 0x80 && byte < 0xa0);
-    if (control) character = '?';
-    before = byte;
+// Replaces whatever in a text from the other side could deceive on a terminal:
+// control characters, marks that reverse the direction of writing, and bytes
+// that are no UTF-8.
+std::string Printable(const std::string& text) {
+  std::string printable;
+  for (size_t i = 0; i < text.size();) {
+    wchar_t character = 0;
+    std::mbstate_t state = {};
+    size_t left = text.size() - i;
+    size_t len = std::mbrtowc(&character, &text[i], left, &state);
+    bool good = len <= left && !std::iswcntrl(character) &&
+                (character < 0x2028 || character > 0x202e) &&
+                (character < 0x2066 || character > 0x2069);
+    if (!good) len = 1;
+    printable += good ? text.substr(i, len) : "?";
+    i += len;
   }
-  return text;
+  return printable;
 }
 
 // ---------------------------------------------------------------------------
@@ -197,7 +212,7 @@ Address ParseAddress(const std::string& hex) {
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
     address.push_back(
-        static_cast<uint8_t>(stoul(hex.substr(i, 2), nullptr, 16)));
+        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
   }
   return address;
 }
@@ -244,7 +259,8 @@ Info GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
-              "program needs (`fi_info -t FI_EP_RDM` lists what there is)");
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
+              "needs room in /dev/shm)");
   return Info(info, fi_freeinfo);
 }
 
@@ -280,7 +296,6 @@ struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> domain;
-  uint64_t next_key = 1;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -297,6 +312,14 @@ struct Domain {
         (info->caps & FI_HMEM) == 0) {
       write_flags = 0;
     }
+  }
+
+  // Returns a key that no stranger guesses, as wide as the provider's keys are.
+  uint64_t RandomKey() const {
+    std::random_device random;
+    uint64_t key = uint64_t{random()} << 32 | random();
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
   }
 
   // Returns the greatest length of a message, in bytes. Server and client use
@@ -318,7 +341,10 @@ Memory AllocHost(size_t size) {
   if (size >= kHugePageSize) align = kHugePageSize;
   size_t rounded = (size + align - 1) / align * align;
   Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) throw std::bad_alloc();
+  if (data == nullptr) {
+    throw std::runtime_error("no memory for " + std::to_string(size) +
+                             " bytes");
+  }
   if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
   memset(data.get(), 0, rounded);
   return data;
@@ -347,15 +373,18 @@ struct Buffer {
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
-    // Used by providers that let us choose the key (those without
-    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-    attr.requested_key = domain.next_key++;
     if (gpu >= 0) {
       attr.iface = FI_HMEM_CUDA;
       attr.device.cuda = gpu;
     }
-    FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
-            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+    // Used by providers that let us choose the key (those without
+    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
+    int ret = 0;
+    do {
+      attr.requested_key = domain.RandomKey();
+      ret = fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr);
+    } while (ret == -FI_ENOKEY);
+    FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
 };
 
@@ -380,6 +409,7 @@ struct RdmaOp {
   uint64_t remote_key = 0;   // of a one-sided operation: from the owner, too
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
+  bool in_flight = false;  // posted, and not yet completed
 
   // Returns whether the peer's program takes no part in it.
   bool OneSided() const { return type > RdmaOpType::kSend; }
@@ -401,8 +431,8 @@ struct RdmaOp {
 // holds the addresses of peers, and an event queue.
 struct Network {
   Domain& domain;
-  std::deque<RdmaOp> ops;         // as many as were ever in use at a time
-  std::vector<RdmaOp*> free_ops;  // those of them that are not in use
+  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
+  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
 
   std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
 
@@ -469,23 +499,26 @@ struct Network {
   // buffer must not change until it has completed. Once one operation has to
   // wait, all later ones wait behind it, so that none overtakes another.
   void Post(RdmaOp request) {
-    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
-    RdmaOp* op = free_ops.back();
+    while (free_ops.size() < kSpareOps) {
+      free_ops.push_back(&ops.emplace_back());
+    }
+    RdmaOp* op = free_ops.front();
     *op = std::move(request);
-    free_ops.pop_back();
+    free_ops.pop_front();
     pending_ops.push_back(op);
     ProgressPendingOps();
   }
 
-  // Hands over what is waiting, as far as libfabric has room.
+  // Hands over what is waiting, as far as libfabric has room. An operation that
+  // libfabric refuses completes at once, with an error.
   void ProgressPendingOps() {
     while (!pending_ops.empty()) {
       RdmaOp* op = pending_ops.front();
       ssize_t ret = Submit(op);
       if (ret == -FI_EAGAIN) return;  // reading completions makes room
       pending_ops.pop_front();
-      if (ret != 0) op->error = ErrorText(static_cast<int>(-ret));
-      op->Check();
+      op->in_flight = true;
+      if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
     }
   }
 
@@ -551,7 +584,11 @@ struct Network {
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
+    // An adapter may report an operation that has completed a second time, as
+    // failed: the peer did not get its receipt.
+    if (!op->in_flight) return;
     RdmaOp done = std::move(*op);
+    op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
     if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
@@ -576,8 +613,10 @@ struct Network {
     if (detail != nullptr && error != detail) {
       error += " (" + std::string(detail) + ")";
     }
-    // Some providers do not say which operation has failed.
-    if (entry.op_context == nullptr) {
+    // Some providers do not say which operation has failed, and it may be one
+    // from the other side.
+    if (entry.op_context == nullptr ||
+        (entry.flags & (FI_REMOTE_READ | FI_REMOTE_WRITE))) {
       throw std::runtime_error("an operation failed: " + error);
     }
     Complete(entry.op_context, 0, error);
@@ -629,23 +668,26 @@ enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
+  kWait = 4,     // server: there is no place for you yet; ask again in a second
+  kRefused = 5,  // server: I end this session; followed by the reason
 
-  kMalloc = 4,  // client: lend me a piece
-  kFree = 5,    // client: take this piece back
-  kUsage = 6,   // client: how much have you lent me?
-  kReply = 7,   // server: the answer to any of these
-  kAlive = 8,   // client: I am still at it
+  kMalloc = 6,  // client: lend me a piece
+  kFree = 7,    // client: take this piece back
+  kUsage = 8,   // client: how much have you lent me?
+  kReply = 9,   // server: the answer to any of these
+  kAlive = 10,  // client: I am still at it
 };
 
-// The beginning of each message.
+// The beginning of each message. A stranger may know an address, too, but not
+// the number that the client has chosen for its conversation with the server.
 struct AppMessageBase {
   AppMessageType type;
+  uint32_t nonce = 0;  // set by Session::Send
 };
 
 // A CONNECT or an ACCEPT.
 struct AppConnectMessage {
   AppMessageBase base;
-  uint32_t nonce;      // chosen by the client; the ACCEPT repeats it
   uint32_t addr_size;  // bytes used of addr
   uint8_t addr[kMaxAddressSize];
 };
@@ -658,14 +700,16 @@ std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
 
-// Returns the type of a message, or 0 if it is too short to have one.
-AppMessageType TypeOf(const Message& message) {
+// Returns the beginning of a message; zeros if it is too short to have one.
+AppMessageBase BaseOf(const Message& message) {
   AppMessageBase base = {};
   if (message.size() >= sizeof(base)) {
     memcpy(&base, message.data(), sizeof(base));
   }
-  return base.type;
+  return base;
 }
+
+AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
 
 // Copies the beginning of a message into a struct that starts with an
 // AppMessageBase. Throws if the message is too short for it, or of another
@@ -706,7 +750,8 @@ struct Session {
   size_t unsent = 0;                // messages whose SEND has not completed
   Network net;
   fi_addr_t peer = FI_ADDR_UNSPEC;
-  uint32_t nonce = 0;  // of this conversation; the listener has none
+  uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
+  Clock::time_point leave_at;  // until then, the last messages may leave
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), net(open_domain) {
@@ -724,8 +769,10 @@ struct Session {
               .callback = arrived});
   }
 
-  // Takes out the next message, if there is one. Throws if its RECV has failed,
-  // because the message was too long, for example.
+  // Takes out the next message, if there is one. Throws if the server has
+  // refused what we want. In a conversation, ignores messages without its
+  // nonce, and those that are too long: they are not from our peer. The
+  // listener throws if a RECV has failed.
   std::optional<Message> Take() {
     if (arrivals.empty()) return std::nullopt;
     RdmaOp recv = std::move(arrivals.front());
@@ -735,20 +782,24 @@ struct Session {
       message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
     }
     PostRecv(*recv.buf);
-    recv.Check();
-    if (IsForAnother(message)) return Take();
+    if (nonce == 0) {
+      recv.Check();
+      return message;
+    }
+    AppMessageBase base = BaseOf(message);
+    if (base.nonce != nonce) return Take();
+    if (base.type == AppMessageType::kRefused) {
+      throw std::runtime_error("the server has refused: " +
+                               Printable(message.substr(sizeof(base))));
+    }
     return message;
-  }
-
-  // Returns whether this is an ACCEPT for a client that had our address before.
-  bool IsForAnother(const Message& message) const {
-    return TypeOf(message) == AppMessageType::kAccept &&
-           ReadConnect(message, AppMessageType::kAccept).nonce != nonce;
   }
 
   // Sends a copy of a message: a head of fixed size, and a tail.
   template <typename T>
   void Send(const T& head, std::string_view tail = {}) {
+    // Padding would carry whatever was in memory there.
+    static_assert(std::has_unique_object_representations_v<T>);
     size_t len = sizeof(head) + tail.size();
     if (len > domain.MaxMessageSize()) {
       throw std::runtime_error("a message of " + std::to_string(len) +
@@ -761,6 +812,8 @@ struct Session {
     Buffer* buf = idle_sends.back();
     idle_sends.pop_back();
     memcpy(buf->data.get(), &head, sizeof(head));
+    memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
+           sizeof(nonce));
     std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
     ++unsent;
     RdmaOp send = {.type = RdmaOpType::kSend,
@@ -779,7 +832,6 @@ struct Session {
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.nonce = nonce;
     connect.addr_size = static_cast<uint32_t>(net.addr.size());
     std::copy(net.addr.begin(), net.addr.end(), connect.addr);
     Send(connect);
@@ -788,8 +840,24 @@ struct Session {
   // Server: tells a client which endpoint serves it.
   void Accept(const AppConnectMessage& connect) {
     peer = net.AddPeerAddress(AddressIn(connect));
-    nonce = connect.nonce;
+    nonce = connect.base.nonce;
     SendAddress(AppMessageType::kAccept);
+  }
+
+  // Server: tells the client why the session ends.
+  void Refuse(const std::string& reason) {
+    Send(AppMessageBase{AppMessageType::kRefused}, reason);
+    leave_at = Clock::now() + kContactGrace;
+  }
+
+  // Returns whether the last messages have left, or have had time to.
+  bool HasLeft() {
+    try {
+      if (Clock::now() < leave_at) net.PollCompletion();
+    } catch (const std::exception&) {
+      return true;
+    }
+    return unsent == 0 || Clock::now() >= leave_at;
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
@@ -803,16 +871,24 @@ struct Session {
     net.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
-    // The server answers at once, unless it serves as many clients as it can.
-    // Anything else that arrives was meant for an earlier owner of our address.
+    // The server answers at once: with an ACCEPT or, if it serves as many
+    // clients as it can, with a WAIT.
     std::optional<Message> message;
-    net.WaitUntil(
-        "waiting for ACCEPT (the server may have too many clients)",
-        [&] {
-          message = Take();
-          return message && TypeOf(*message) == AppMessageType::kAccept;
-        },
-        0s, kAcceptLimit);
+    Clock::time_point ask_at = Clock::time_point::max();
+    bool told = false;
+    net.WaitUntil("waiting for ACCEPT", [&] {
+      if (Clock::now() >= ask_at) {
+        SendAddress(AppMessageType::kConnect);
+        ask_at = Clock::time_point::max();
+      }
+      message = Take();
+      if (message && TypeOf(*message) == AppMessageType::kWait) {
+        if (!told) printf("The server has no place for us yet: waiting\n");
+        told = true;
+        ask_at = Clock::now() + kAskPeriod;
+      }
+      return message && TypeOf(*message) == AppMessageType::kAccept;
+    });
     peer = net.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
@@ -826,6 +902,53 @@ struct Session {
           "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
+    }
+  }
+};
+
+// The clients that wait to be served, in the order in which they came. One that
+// was told to wait sends its CONNECT again a second later, or has given up.
+struct WaitingLine {
+  struct Visitor {
+    AppConnectMessage connect;
+    fi_addr_t addr = FI_ADDR_UNSPEC;  // for the listener, once it needs it
+    Clock::time_point asked_at;
+    bool told;
+  };
+  std::deque<Visitor> visitors;
+
+  // Takes a CONNECT. No address stands in line twice.
+  void Add(const AppConnectMessage& connect) {
+    auto it = std::find_if(
+        visitors.begin(), visitors.end(), [&](const Visitor& visitor) {
+          return AddressIn(visitor.connect) == AddressIn(connect);
+        });
+    if (it == visitors.end() && visitors.size() < kMaxWaiting) {
+      it = visitors.emplace(it);
+    }
+    if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
+  }
+
+  void RemoveGone() {
+    std::erase_if(visitors, [](const Visitor& visitor) {
+      return Clock::now() - visitor.asked_at > kAskLimit;
+    });
+  }
+
+  // Tells all who do not know it yet that they have to wait. libfabric copies
+  // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
+  // client that has gone costs nothing.
+  void TellAll(Network& listener) {
+    for (Visitor& visitor : visitors) {
+      if (visitor.told) continue;
+      visitor.told = true;  // also if its address turns out to be none
+      if (visitor.addr == FI_ADDR_UNSPEC) {
+        visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
+      }
+      AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
+      // If there is no room for it now, this one is told in the next round.
+      visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
+                               visitor.addr) != -FI_EAGAIN;
     }
   }
 };
@@ -869,11 +992,18 @@ struct AppPoolMessage {
   uint64_t addr;  // of the piece to FREE
 };
 
+// ALIVE. Without requests, a client keeps its place as long as it does
+// something with what it has borrowed.
+struct AppAliveMessage {
+  AppMessageBase base;
+  uint64_t finished;  // READs and WRITEs so far
+};
+
 // The answer to a request. Client and server exchange keys by it: a piece says
 // where it is, how large it is and with which key it can be used.
 struct AppReplyMessage {
   AppMessageBase base;
-  char error[108];        // why nothing was done; empty if all went well
+  char error[104];        // why nothing was done; empty if all went well
   AppMemoryRegion piece;  // of a MALLOC
   uint64_t bytes_lent;    // to this client
 };
@@ -955,8 +1085,9 @@ struct Pool {
   uint64_t base = 0;  // what others have to add to an offset
 
   Pool(Domain& domain, size_t size) : allocator(size) {
-    std::string place =
-        MakeBuffer(buf, domain, size, FI_REMOTE_READ | FI_REMOTE_WRITE);
+    // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
+    std::string place = MakeBuffer(buf, domain, size,
+                                   FI_REMOTE_READ | FI_REMOTE_WRITE | FI_RECV);
     printf("Registered a pool of %zu bytes %s\n", size, place.c_str());
     // A place in a region is named by its address or, if the provider does
     // without FI_MR_VIRT_ADDR, by its distance from the start.
@@ -993,36 +1124,50 @@ struct Loan {
 // A client, and the pieces that it has borrowed.
 struct MallocRequestState {
   size_t number;  // of the client; begins each line about it
+  AppConnectMessage connect_msg;
   Loan loan;
   Session session;
   size_t reported_bytes = 0;
-  Clock::time_point reported_at;
-  bool done = false;  // the client has said BYE
+  Clock::time_point reported_at = Clock::now();
+  Clock::time_point worked_at = Clock::now();  // as far as we know
+  uint64_t finished = 0;                       // of the client's operations
+  bool done = false;                           // the client has said BYE
 
-  // Opens the session. Throws if that fails.
+  // Opens the session. Throws if the machine lacks what that takes.
   MallocRequestState(Domain& domain, size_t client_number,
                      const AppConnectMessage& connect, Pool& pool)
-      : number(client_number), loan(pool), session(domain) {
-    session.Accept(connect);
-    PrintLine(
-        stdout, number,
-        "Received CONNECT message from client " + ToHex(AddressIn(connect)));
-    reported_at = Clock::now();
+      : number(client_number),
+        connect_msg(connect),
+        loan(pool),
+        session(domain) {}
+
+  // Accepts the client. Throws if its address cannot be right.
+  void Accept() {
+    PrintLine(stdout, number,
+              "Received CONNECT message from client " +
+                  ToHex(AddressIn(connect_msg)));
+    session.Accept(connect_msg);
   }
 
   // Does what can be done for the client now. Returns the number of
   // completions. Throws if the client has sent something wrong, or nothing for
   // too long.
   size_t Poll() {
+    if (session.peer == FI_ADDR_UNSPEC) Accept();
     size_t completions = session.net.PollCompletion();
-    // One request at a time, so that no answers pile up if a client does not
-    // take them.
-    while (session.unsent == 0) {
-      std::optional<Message> message = session.Take();
-      if (!message) break;
-      done = TypeOf(*message) == AppMessageType::kBye;
-      if (done) return completions;
-      HandleRequest(*message);
+    try {
+      // One request at a time, so that no answers pile up if a client does not
+      // take them.
+      while (session.unsent == 0) {
+        std::optional<Message> message = session.Take();
+        if (!message) break;
+        done = TypeOf(*message) == AppMessageType::kBye;
+        if (done) return completions;
+        HandleRequest(*message);
+      }
+    } catch (const std::exception& e) {
+      session.Refuse(e.what());
+      throw;
     }
     PrintProgress();
     session.net.CheckSilence("waiting for the client");
@@ -1031,7 +1176,8 @@ struct MallocRequestState {
 
   void HandleRequest(const Message& message) {
     AppMessageType type = TypeOf(message);
-    if (type == AppMessageType::kAlive) return;
+    if (type == AppMessageType::kAlive) return HandleAlive(message);
+    worked_at = Clock::now();
     auto request = ReadMessage<AppPoolMessage>(message, type);
     AppReplyMessage reply = {};
     reply.base.type = AppMessageType::kReply;
@@ -1076,6 +1222,20 @@ struct MallocRequestState {
     return "";
   }
 
+  void HandleAlive(const Message& message) {
+    auto alive = ReadMessage<AppAliveMessage>(message, AppMessageType::kAlive);
+    if (alive.finished > finished) worked_at = Clock::now();
+    finished = alive.finished;
+  }
+
+  // To be called while others wait for a place. Throws if this client has only
+  // been alive for a long time.
+  void CheckIdle() {
+    if (Clock::now() - worked_at < kIdleLimit) return;
+    session.Refuse("you do nothing, and others wait");
+    throw std::runtime_error("it does nothing, and others wait");
+  }
+
   void PrintProgress() {
     Clock::time_point now = Clock::now();
     if (now - reported_at < kReportPeriod || loan.bytes == reported_bytes) {
@@ -1098,11 +1258,13 @@ int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
   Pool pool(domain, kPoolSize);
   Session listener(domain);
+  WaitingLine line;
   std::list<MallocRequestState> clients;
+  std::list<MallocRequestState> leaving;  // with a last message on its way
   PrintClientCommand(program, listener.net);
 
-  std::deque<AppConnectMessage> waiting;  // for whom there is no room yet
-  size_t num_clients = 0;                 // so far
+  size_t num_clients = 0;        // so far
+  Clock::time_point full_until;  // there is no memory for another one
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
@@ -1114,17 +1276,27 @@ int ServerMain(const char* program) {
         listened_at = Clock::now();
         completions += listener.net.PollCompletion();
       }
-      while (waiting.size() < kMaxWaiting) {
-        std::optional<Message> message = listener.Take();
-        if (!message) break;
-        waiting.push_back(ReadConnect(*message, AppMessageType::kConnect));
+      while (std::optional<Message> message = listener.Take()) {
+        auto connect = ReadConnect(*message, AppMessageType::kConnect);
+        bool served = std::any_of(
+            clients.begin(), clients.end(), [&](const auto& client) {
+              return client.connect_msg.base.nonce == connect.base.nonce;
+            });
+        if (!served) line.Add(connect);
       }
-      // One at a time: opening an endpoint takes tens of ms over tcp;ofi_rxm.
-      if (clients.size() < kMaxClients && !waiting.empty()) {
-        AppConnectMessage connect = waiting.front();
-        waiting.pop_front();
-        clients.emplace_back(domain, num_clients + 1, connect, pool);
+      line.RemoveGone();
+      if (clients.size() + leaving.size() >= kMaxClients ||
+          Clock::now() < full_until) {
+        line.TellAll(listener.net);
+      } else if (!line.visitors.empty()) {
+        // One at a time: opening an endpoint takes tens of ms over
+        // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
+        full_until = Clock::now() + kAskPeriod;
+        clients.emplace_back(domain, num_clients + 1,
+                             line.visitors.front().connect, pool);
+        full_until = {};
         ++num_clients;
+        line.visitors.pop_front();
       }
     } catch (const std::exception& e) {
       // A bad message must not end the server.
@@ -1134,14 +1306,20 @@ int ServerMain(const char* program) {
       auto client = it++;
       try {
         completions += client->Poll();
+        if (!client->done && !line.visitors.empty()) client->CheckIdle();
         if (!client->done) continue;
         PrintLine(stdout, client->number, "Done.");
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
         PrintLine(stderr, client->number, "error: " + Printable(e.what()));
       }
+      leaving.splice(leaving.end(), clients, client);
+    }
+    for (auto it = leaving.begin(); it != leaving.end();) {
+      auto client = it++;
+      if (!client->session.HasLeft()) continue;
       size_t number = client->number;
-      clients.erase(client);
+      leaving.erase(client);
       PrintLine(stdout, number, pool.Usage());
     }
     if (completions > 0) continue;
@@ -1154,15 +1332,12 @@ int ServerMain(const char* program) {
     std::this_thread::sleep_for(kIdlePause);
   }
   // An ACCEPT on its way is a first contact, too: see Session::Connect.
-  Clock::time_point end = Clock::now() + kContactGrace;
   for (auto& client : clients) {
-    try {
-      while (client.session.unsent > 0 && Clock::now() < end) {
-        client.session.net.PollCompletion();
-      }
-    } catch (const std::exception&) {
-      // This client has gone.
-    }
+    client.session.leave_at = Clock::now() + kContactGrace;
+  }
+  leaving.splice(leaving.end(), clients);
+  while (!leaving.empty()) {
+    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
   }
   return 0;
 }
@@ -1190,6 +1365,7 @@ struct MallocClient {
   Allocator allocator{kClientPoolSize};
   Session session;
   size_t outstanding = 0;   // READs and WRITEs in flight
+  uint64_t finished = 0;    // those that have completed
   size_t wrong_blocks = 0;  // whose data is not what we wrote
   Clock::time_point alive_at;
 
@@ -1204,7 +1380,7 @@ struct MallocClient {
       Clock::time_point now = Clock::now();
       if (now - alive_at > kAlivePeriod && session.unsent == 0) {
         alive_at = now;
-        session.Send(AppMessageBase{AppMessageType::kAlive});
+        session.Send(AppAliveMessage{{AppMessageType::kAlive}, finished});
       }
       return false;
     });
@@ -1271,7 +1447,7 @@ struct MallocClient {
   // back when that has completed.
   void Post(RdmaOpType type, const AppMemoryRegion& piece, Buffer& local,
             size_t offset, size_t size,
-            const std::function<void()>& completed = nullptr) {
+            std::function<void()> completed = nullptr) {
     if (size > piece.size) throw std::runtime_error("beyond the piece");
     ++outstanding;
     session.net.Post({.type = type,
@@ -1281,8 +1457,10 @@ struct MallocClient {
                       .offset = offset,
                       .remote_addr = piece.addr,
                       .remote_key = piece.rkey,
-                      .callback = [this, completed](const RdmaOp& op) {
+                      .callback = [this, completed = std::move(completed)](
+                                      const RdmaOp& op) {
                         --outstanding;
+                        ++finished;
                         op.Check();
                         if (completed) completed();
                       }});
@@ -1508,6 +1686,7 @@ size_t ParseNumber(const char* name, const std::string& text) {
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
@@ -1523,6 +1702,9 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
+  } catch (const std::bad_alloc&) {
+    fprintf(stderr, "error: out of memory\n");
+    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;
@@ -1591,7 +1773,7 @@ std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
   int gpu = FindGpu();
   if (gpu >= 0 && (domain.info->caps & FI_HMEM) == 0) {
     reason = std::string(domain.info->fabric_attr->prov_name) +
-             " does not support GPUs";
+             " offers no GPU memory (does libfabric find libcudart.so?)";
   } else if (gpu >= 0) {
     try {
       buf.emplace(domain, size, access, gpu);

@@ -15,6 +15,7 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <signal.h>
+#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -33,7 +34,10 @@
 #include <bit>
 #include <charconv>
 #include <chrono>
+#include <clocale>
 #include <cmath>
+#include <cwchar>
+#include <cwctype>
 #include <deque>
 #include <exception>
 #include <filesystem>
@@ -50,6 +54,7 @@
 #include <string_view>
 #include <system_error>
 #include <thread>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -74,6 +79,7 @@ constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
 constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
@@ -81,7 +87,8 @@ constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
 constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
 constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
 constexpr auto kContactGrace = 1s;    // for a first or last message
-constexpr auto kAcceptLimit = 60s;    // that a client waits to be served
+constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
+constexpr auto kAskLimit = 3s;        // without one, that client has given up
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
@@ -140,9 +147,10 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-void HandleSignal(int signum) {
+void HandleSignal(int) {
   g_interrupted = true;
-  signal(signum, SIG_DFL);  // a second one ends the process at once
+  // A second one, of any kind, ends the process at once.
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
 void InstallSignalHandlers() {
@@ -154,18 +162,24 @@ void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
 
-// Replaces the control characters in a text from the other side, because a
-// terminal would obey them: those of ASCII, and U+0080 to U+009F in UTF-8.
-std::string Printable(std::string text) {
-  unsigned char before = 0;
-  for (char& character : text) {
-    auto byte = static_cast<unsigned char>(character);
-    bool control = byte < 0x20 || byte == 0x7f ||
-                   (before == 0xc2 && byte >= 0x80 && byte < 0xa0);
-    if (control) character = '?';
-    before = byte;
+// Replaces whatever in a text from the other side could deceive on a terminal:
+// control characters, marks that reverse the direction of writing, and bytes
+// that are no UTF-8.
+std::string Printable(const std::string& text) {
+  std::string printable;
+  for (size_t i = 0; i < text.size();) {
+    wchar_t character = 0;
+    std::mbstate_t state = {};
+    size_t left = text.size() - i;
+    size_t len = std::mbrtowc(&character, &text[i], left, &state);
+    bool good = len <= left && !std::iswcntrl(character) &&
+                (character < 0x2028 || character > 0x202e) &&
+                (character < 0x2066 || character > 0x2069);
+    if (!good) len = 1;
+    printable += good ? text.substr(i, len) : "?";
+    i += len;
   }
-  return text;
+  return printable;
 }
 
 // ---------------------------------------------------------------------------
@@ -199,7 +213,7 @@ Address ParseAddress(const std::string& hex) {
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
     address.push_back(
-        static_cast<uint8_t>(stoul(hex.substr(i, 2), nullptr, 16)));
+        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
   }
   return address;
 }
@@ -240,7 +254,8 @@ Info GetInfo(uint64_t caps) {
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
-              "program needs (`fi_info -t FI_EP_RDM` lists what there is)");
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
+              "needs room in /dev/shm)");
   return Info(info, fi_freeinfo);
 }
 
@@ -276,7 +291,6 @@ struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> domain;
-  uint64_t next_key = 1;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -289,6 +303,14 @@ struct Domain {
     // level. If we ask, the provider of libfabric 1.17 has the other side copy
     // it under a lock, and waits for ever if that side is killed.
     if (strcmp(info->fabric_attr->prov_name, "shm") == 0) write_flags = 0;
+  }
+
+  // Returns a key that no stranger guesses, as wide as the provider's keys are.
+  uint64_t RandomKey() const {
+    std::random_device random;
+    uint64_t key = uint64_t{random()} << 32 | random();
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
   }
 
   // Returns the greatest length of a message, in bytes. Server and client use
@@ -310,7 +332,10 @@ Memory AllocHost(size_t size) {
   if (size >= kHugePageSize) align = kHugePageSize;
   size_t rounded = (size + align - 1) / align * align;
   Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) throw std::bad_alloc();
+  if (data == nullptr) {
+    throw std::runtime_error("no memory for " + std::to_string(size) +
+                             " bytes");
+  }
   if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
   memset(data.get(), 0, rounded);
   return data;
@@ -334,9 +359,12 @@ struct Buffer {
     attr.access = access;
     // Used by providers that let us choose the key (those without
     // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-    attr.requested_key = domain.next_key++;
-    FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
-            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+    int ret = 0;
+    do {
+      attr.requested_key = domain.RandomKey();
+      ret = fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr);
+    } while (ret == -FI_ENOKEY);
+    FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
 };
 
@@ -362,6 +390,7 @@ struct RdmaOp {
   uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
+  bool in_flight = false;  // posted, and not yet completed
 
   // Returns whether the peer's program takes no part in it.
   bool OneSided() const { return type > RdmaOpType::kSend; }
@@ -383,8 +412,8 @@ struct RdmaOp {
 // holds the addresses of peers, and an event queue.
 struct Network {
   Domain& domain;
-  std::deque<RdmaOp> ops;         // as many as were ever in use at a time
-  std::vector<RdmaOp*> free_ops;  // those of them that are not in use
+  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
+  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
 
   std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
 
@@ -454,23 +483,26 @@ struct Network {
   // buffer must not change until it has completed. Once one operation has to
   // wait, all later ones wait behind it, so that none overtakes another.
   void Post(RdmaOp request) {
-    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
-    RdmaOp* op = free_ops.back();
+    while (free_ops.size() < kSpareOps) {
+      free_ops.push_back(&ops.emplace_back());
+    }
+    RdmaOp* op = free_ops.front();
     *op = std::move(request);
-    free_ops.pop_back();
+    free_ops.pop_front();
     pending_ops.push_back(op);
     ProgressPendingOps();
   }
 
-  // Hands over what is waiting, as far as libfabric has room.
+  // Hands over what is waiting, as far as libfabric has room. An operation that
+  // libfabric refuses completes at once, with an error.
   void ProgressPendingOps() {
     while (!pending_ops.empty()) {
       RdmaOp* op = pending_ops.front();
       ssize_t ret = Submit(op);
       if (ret == -FI_EAGAIN) return;  // reading completions makes room
       pending_ops.pop_front();
-      if (ret != 0) op->error = ErrorText(static_cast<int>(-ret));
-      op->Check();
+      op->in_flight = true;
+      if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
     }
   }
 
@@ -523,7 +555,9 @@ struct Network {
     std::exception_ptr failure;
     for (ssize_t i = 0; i < ret; ++i) {
       try {
-        if (cqe[i].flags & FI_REMOTE_WRITE) {
+        // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
+        if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
+            !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
           last_completion = Clock::now();
           if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
           continue;
@@ -541,7 +575,11 @@ struct Network {
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
+    // An adapter may report an operation that has completed a second time, as
+    // failed: the peer did not get its receipt.
+    if (!op->in_flight) return;
     RdmaOp done = std::move(*op);
+    op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
     if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
@@ -566,8 +604,10 @@ struct Network {
     if (detail != nullptr && error != detail) {
       error += " (" + std::string(detail) + ")";
     }
-    // Some providers do not say which operation has failed.
-    if (entry.op_context == nullptr) {
+    // Some providers do not say which operation has failed, and it may be one
+    // from the other side.
+    if (entry.op_context == nullptr ||
+        (entry.flags & (FI_REMOTE_READ | FI_REMOTE_WRITE))) {
       throw std::runtime_error("an operation failed: " + error);
     }
     Complete(entry.op_context, 0, error);
@@ -619,26 +659,28 @@ enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
+  kWait = 4,     // server: there is no place for you yet; ask again in a second
 
-  kPut = 4,     // client: take this file
-  kReady = 5,   // server: these slots are yours, and all of them are free
-  kChunk = 6,   // client: these chunks are in your slots
-  kCredit = 7,  // server: these slots are free again
-  kEnd = 8,     // client: that was all; does the checksum agree?
-  kSaved = 9,   // server: the file is safe on disk
-  kError = 10,  // either side: I give up, for this reason
-  kAlive = 11,  // either side: my disk is busy
+  kError = 5,   // either side: I give up, for this reason
+  kPut = 6,     // client: take this file
+  kReady = 7,   // server: these slots are yours, and all of them are free
+  kChunk = 8,   // client: these chunks are in your slots
+  kCredit = 9,  // server: these slots are free again
+  kEnd = 10,    // client: that was all; does the checksum agree?
+  kSaved = 11,  // server: the file is safe on disk
+  kAlive = 12,  // either side: my disk is busy
 };
 
-// The beginning of each message.
+// The beginning of each message. A stranger may know an address, too, but not
+// the number that the client has chosen for its conversation with the server.
 struct AppMessageBase {
   AppMessageType type;
+  uint32_t nonce = 0;  // set by Session::Send
 };
 
 // A CONNECT or an ACCEPT.
 struct AppConnectMessage {
   AppMessageBase base;
-  uint32_t nonce;      // chosen by the client; the ACCEPT repeats it
   uint32_t addr_size;  // bytes used of addr
   uint8_t addr[kMaxAddressSize];
 };
@@ -651,14 +693,16 @@ std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
 
-// Returns the type of a message, or 0 if it is too short to have one.
-AppMessageType TypeOf(const Message& message) {
+// Returns the beginning of a message; zeros if it is too short to have one.
+AppMessageBase BaseOf(const Message& message) {
   AppMessageBase base = {};
   if (message.size() >= sizeof(base)) {
     memcpy(&base, message.data(), sizeof(base));
   }
-  return base.type;
+  return base;
 }
+
+AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
 
 // Copies the beginning of a message into a struct that starts with an
 // AppMessageBase. Throws if the message is too short for it, or of another
@@ -699,7 +743,8 @@ struct Session {
   size_t unsent = 0;                // messages whose SEND has not completed
   Network net;
   fi_addr_t peer = FI_ADDR_UNSPEC;
-  uint32_t nonce = 0;  // of this conversation; the listener has none
+  uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
+  Clock::time_point leave_at;  // until then, the last messages may leave
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), net(open_domain) {
@@ -717,8 +762,9 @@ struct Session {
               .callback = arrived});
   }
 
-  // Takes out the next message, if there is one. Throws if its RECV has failed,
-  // because the message was too long, for example.
+  // Takes out the next message, if there is one. In a conversation, ignores
+  // messages without its nonce, and those that are too long: they are not from
+  // our peer. The listener throws if a RECV has failed.
   std::optional<Message> Take() {
     if (arrivals.empty()) return std::nullopt;
     RdmaOp recv = std::move(arrivals.front());
@@ -728,20 +774,19 @@ struct Session {
       message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
     }
     PostRecv(*recv.buf);
-    recv.Check();
-    if (IsForAnother(message)) return Take();
+    if (nonce == 0) {
+      recv.Check();
+      return message;
+    }
+    if (BaseOf(message).nonce != nonce) return Take();
     return message;
-  }
-
-  // Returns whether this is an ACCEPT for a client that had our address before.
-  bool IsForAnother(const Message& message) const {
-    return TypeOf(message) == AppMessageType::kAccept &&
-           ReadConnect(message, AppMessageType::kAccept).nonce != nonce;
   }
 
   // Sends a copy of a message: a head of fixed size, and a tail.
   template <typename T>
   void Send(const T& head, std::string_view tail = {}) {
+    // Padding would carry whatever was in memory there.
+    static_assert(std::has_unique_object_representations_v<T>);
     size_t len = sizeof(head) + tail.size();
     if (len > domain.MaxMessageSize()) {
       throw std::runtime_error("a message of " + std::to_string(len) +
@@ -754,6 +799,8 @@ struct Session {
     Buffer* buf = idle_sends.back();
     idle_sends.pop_back();
     memcpy(buf->data.get(), &head, sizeof(head));
+    memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
+           sizeof(nonce));
     std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
     ++unsent;
     RdmaOp send = {.type = RdmaOpType::kSend,
@@ -772,7 +819,6 @@ struct Session {
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.nonce = nonce;
     connect.addr_size = static_cast<uint32_t>(net.addr.size());
     std::copy(net.addr.begin(), net.addr.end(), connect.addr);
     Send(connect);
@@ -781,8 +827,18 @@ struct Session {
   // Server: tells a client which endpoint serves it.
   void Accept(const AppConnectMessage& connect) {
     peer = net.AddPeerAddress(AddressIn(connect));
-    nonce = connect.nonce;
+    nonce = connect.base.nonce;
     SendAddress(AppMessageType::kAccept);
+  }
+
+  // Returns whether the last messages have left, or have had time to.
+  bool HasLeft() {
+    try {
+      if (Clock::now() < leave_at) net.PollCompletion();
+    } catch (const std::exception&) {
+      return true;
+    }
+    return unsent == 0 || Clock::now() >= leave_at;
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
@@ -796,16 +852,24 @@ struct Session {
     net.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
-    // The server answers at once, unless it serves as many clients as it can.
-    // Anything else that arrives was meant for an earlier owner of our address.
+    // The server answers at once: with an ACCEPT or, if it serves as many
+    // clients as it can, with a WAIT.
     std::optional<Message> message;
-    net.WaitUntil(
-        "waiting for ACCEPT (the server may have too many clients)",
-        [&] {
-          message = Take();
-          return message && TypeOf(*message) == AppMessageType::kAccept;
-        },
-        0s, kAcceptLimit);
+    Clock::time_point ask_at = Clock::time_point::max();
+    bool told = false;
+    net.WaitUntil("waiting for ACCEPT", [&] {
+      if (Clock::now() >= ask_at) {
+        SendAddress(AppMessageType::kConnect);
+        ask_at = Clock::time_point::max();
+      }
+      message = Take();
+      if (message && TypeOf(*message) == AppMessageType::kWait) {
+        if (!told) printf("The server has no place for us yet: waiting\n");
+        told = true;
+        ask_at = Clock::now() + kAskPeriod;
+      }
+      return message && TypeOf(*message) == AppMessageType::kAccept;
+    });
     peer = net.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
@@ -819,6 +883,53 @@ struct Session {
           "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
+    }
+  }
+};
+
+// The clients that wait to be served, in the order in which they came. One that
+// was told to wait sends its CONNECT again a second later, or has given up.
+struct WaitingLine {
+  struct Visitor {
+    AppConnectMessage connect;
+    fi_addr_t addr = FI_ADDR_UNSPEC;  // for the listener, once it needs it
+    Clock::time_point asked_at;
+    bool told;
+  };
+  std::deque<Visitor> visitors;
+
+  // Takes a CONNECT. No address stands in line twice.
+  void Add(const AppConnectMessage& connect) {
+    auto it = std::find_if(
+        visitors.begin(), visitors.end(), [&](const Visitor& visitor) {
+          return AddressIn(visitor.connect) == AddressIn(connect);
+        });
+    if (it == visitors.end() && visitors.size() < kMaxWaiting) {
+      it = visitors.emplace(it);
+    }
+    if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
+  }
+
+  void RemoveGone() {
+    std::erase_if(visitors, [](const Visitor& visitor) {
+      return Clock::now() - visitor.asked_at > kAskLimit;
+    });
+  }
+
+  // Tells all who do not know it yet that they have to wait. libfabric copies
+  // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
+  // client that has gone costs nothing.
+  void TellAll(Network& listener) {
+    for (Visitor& visitor : visitors) {
+      if (visitor.told) continue;
+      visitor.told = true;  // also if its address turns out to be none
+      if (visitor.addr == FI_ADDR_UNSPEC) {
+        visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
+      }
+      AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
+      // If there is no room for it now, this one is told in the next round.
+      visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
+                               visitor.addr) != -FI_EAGAIN;
     }
   }
 };
@@ -858,9 +969,9 @@ struct AppMemoryRegion {
 // PUT: a client wants to send a file.
 struct AppPutMessage {
   AppMessageBase base;
-  uint32_t num_slots;  // that it would like to have
   uint64_t file_size;  // bytes
-  char name[256];      // ends with a zero byte
+  uint32_t num_slots;  // that it would like to have
+  char name[252];      // ends with a zero byte
 };
 
 // READY: the slots that the client gets. Chunk i of the file goes to slot
@@ -868,7 +979,7 @@ struct AppPutMessage {
 struct AppReadyMessage {
   AppMessageBase base;
   uint32_t num_slots;
-  uint64_t chunk_size;    // bytes of a chunk, and of a slot
+  uint32_t chunk_size;    // bytes of a chunk, and of a slot
   AppMemoryRegion slots;  // one after the other
 };
 
@@ -922,7 +1033,9 @@ struct SourceFile {
   int fd = -1;
   struct stat status = {};  // at the beginning
 
-  explicit SourceFile(const std::string& path) {
+  SourceFile() = default;
+  // Builds on the other one, so that the destructor runs if this throws.
+  explicit SourceFile(const std::string& path) : SourceFile() {
     // O_NONBLOCK, because opening a named pipe would wait for its other end.
     fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
     if (fd < 0 || fstat(fd, &status) != 0) {
@@ -963,9 +1076,9 @@ struct SourceFile {
     }
     // Some files report a size of 0 but contain data, such as those in /proc.
     char byte = 0;
-    if (pread(fd, &byte, 1, status.st_size) > 0) {
-      throw std::runtime_error("the file is longer than it says");
-    }
+    ssize_t ret = pread(fd, &byte, 1, status.st_size);
+    if (ret < 0) throw SystemError("cannot read the file");
+    if (ret > 0) throw std::runtime_error("the file is longer than it says");
   }
 };
 
@@ -1141,7 +1254,8 @@ struct PutRequestState {
     Task save;
   };
 
-  size_t number;              // of the client; begins each line about it
+  size_t number;  // of the client; begins each line about it
+  AppConnectMessage connect_msg;
   std::string directory;      // for the file
   std::optional<Buffer> buf;  // all slots, one after the other
   Session session;
@@ -1160,14 +1274,20 @@ struct PutRequestState {
   Clock::time_point alive_at;
   bool done = false;  // the client has said BYE or ERROR
 
-  // Opens the session. Throws if that fails.
+  // Opens the session. Throws if the machine lacks what that takes.
   PutRequestState(Domain& domain, size_t client_number,
                   const AppConnectMessage& connect, const std::string& target)
-      : number(client_number), directory(target), session(domain) {
-    session.Accept(connect);
-    PrintLine(
-        stdout, number,
-        "Received CONNECT message from client " + ToHex(AddressIn(connect)));
+      : number(client_number),
+        connect_msg(connect),
+        directory(target),
+        session(domain) {}
+
+  // Accepts the client. Throws if its address cannot be right.
+  void Accept() {
+    PrintLine(stdout, number,
+              "Received CONNECT message from client " +
+                  ToHex(AddressIn(connect_msg)));
+    session.Accept(connect_msg);
     alive_at = Clock::now();
     session.net.on_imm_data = [this](uint32_t imm_data) {
       Try([&] { SaveChunk(imm_data - 1); });
@@ -1177,6 +1297,7 @@ struct PutRequestState {
   // Does what can be done for the client now. Returns the number of
   // completions. Throws if the client has gone.
   size_t Poll() {
+    if (session.peer == FI_ADDR_UNSPEC) Accept();
     size_t completions = session.net.PollCompletion();
     while (!done) {
       std::optional<Message> message = session.Take();
@@ -1229,8 +1350,9 @@ struct PutRequestState {
   void HandleMessage(const Message& message) {
     AppMessageType type = TypeOf(message);
     if (type == AppMessageType::kError) return HandleError(message);
-    if (type == AppMessageType::kAlive || state == State::kGivenUp) return;
+    if (state == State::kGivenUp) return;
     if (state == State::kWaitPut) return HandlePut(message);
+    if (type == AppMessageType::kAlive) return;
     if (type == AppMessageType::kChunk) return HandleChunk(message);
     end = ReadMessage<AppEndMessage>(message, AppMessageType::kEnd);
   }
@@ -1262,12 +1384,14 @@ struct PutRequestState {
     // A small file does not need all that the client would like to have.
     slots.resize(std::clamp<uint64_t>(num_chunks, 1, put.num_slots));
     for (size_t i = 0; i < slots.size(); ++i) slots[i].chunk = i;
-    buf.emplace(session.domain, slots.size() * chunk_size, FI_REMOTE_WRITE);
+    // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
+    buf.emplace(session.domain, slots.size() * chunk_size,
+                FI_REMOTE_WRITE | FI_RECV);
 
     AppReadyMessage ready = {};
     ready.base.type = AppMessageType::kReady;
     ready.num_slots = static_cast<uint32_t>(slots.size());
-    ready.chunk_size = chunk_size;
+    ready.chunk_size = static_cast<uint32_t>(chunk_size);
     // A place in a region is named by its address or, if the provider does
     // without FI_MR_VIRT_ADDR, by its distance from the start.
     bool virt_addr = info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
@@ -1344,14 +1468,15 @@ struct PutRequestState {
 int ServerMain(const char* program, const std::string& directory) {
   Domain domain(GetInfo(kCaps));
   Session listener(domain);
+  WaitingLine line;
   std::list<PutRequestState> clients;
   std::list<PutRequestState> leaving;  // whose chunks are still being saved
   // Without this, a file that exceeds a size limit would kill the server.
   signal(SIGXFSZ, SIG_IGN);
   PrintClientCommand(program, listener.net);
 
-  std::deque<AppConnectMessage> waiting;  // for whom there is no room yet
-  size_t num_clients = 0;                 // so far
+  size_t num_clients = 0;        // so far
+  Clock::time_point full_until;  // there is no memory for another one
   size_t empty_polls = 0;
   Clock::time_point listened_at;
   while (!g_interrupted) {
@@ -1364,17 +1489,27 @@ int ServerMain(const char* program, const std::string& directory) {
         listened_at = Clock::now();
         completions += listener.net.PollCompletion();
       }
-      while (waiting.size() < kMaxWaiting) {
-        std::optional<Message> message = listener.Take();
-        if (!message) break;
-        waiting.push_back(ReadConnect(*message, AppMessageType::kConnect));
+      while (std::optional<Message> message = listener.Take()) {
+        auto connect = ReadConnect(*message, AppMessageType::kConnect);
+        bool served = std::any_of(
+            clients.begin(), clients.end(), [&](const auto& client) {
+              return client.connect_msg.base.nonce == connect.base.nonce;
+            });
+        if (!served) line.Add(connect);
       }
-      // One at a time: opening an endpoint takes tens of ms over tcp;ofi_rxm.
-      if (clients.size() + leaving.size() < kMaxClients && !waiting.empty()) {
-        AppConnectMessage connect = waiting.front();
-        waiting.pop_front();
-        clients.emplace_back(domain, num_clients + 1, connect, directory);
+      line.RemoveGone();
+      if (clients.size() + leaving.size() >= kMaxClients ||
+          Clock::now() < full_until) {
+        line.TellAll(listener.net);
+      } else if (!line.visitors.empty()) {
+        // One at a time: opening an endpoint takes tens of ms over
+        // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
+        full_until = Clock::now() + kAskPeriod;
+        clients.emplace_back(domain, num_clients + 1,
+                             line.visitors.front().connect, directory);
+        full_until = {};
         ++num_clients;
+        line.visitors.pop_front();
       }
     } catch (const std::exception& e) {
       // A bad message must not end the server.
@@ -1393,7 +1528,7 @@ int ServerMain(const char* program, const std::string& directory) {
       }
       leaving.splice(leaving.end(), clients, client);
     }
-    leaving.remove_if([](PutRequestState& c) { return !c.DiskBusy(); });
+    leaving.remove_if([](auto& client) { return !client.DiskBusy(); });
     if (completions > 0) continue;
     if (busy) {
       if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
@@ -1402,15 +1537,12 @@ int ServerMain(const char* program, const std::string& directory) {
     std::this_thread::sleep_for(kIdlePause);
   }
   // An ACCEPT on its way is a first contact, too: see Session::Connect.
-  Clock::time_point end = Clock::now() + kContactGrace;
   for (auto& client : clients) {
-    try {
-      while (client.session.unsent > 0 && Clock::now() < end) {
-        client.session.net.PollCompletion();
-      }
-    } catch (const std::exception&) {
-      // This client has gone.
-    }
+    client.session.leave_at = Clock::now() + kContactGrace;
+  }
+  leaving.splice(leaving.end(), clients);
+  while (!leaving.empty()) {
+    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
   }
   return 0;
 }
@@ -1531,12 +1663,10 @@ struct PutClient {
   // Tells the server why we give up. Does not wait for long, because the server
   // may be the reason.
   void GiveUp(const std::string& reason) {
-    Clock::time_point end = Clock::now() + kGiveUpLimit;
+    session.leave_at = Clock::now() + kGiveUpLimit;
     try {
       SendError(session, reason);
-      while (session.unsent > 0 && Clock::now() < end) {
-        session.net.PollCompletion();
-      }
+      while (!session.HasLeft()) continue;
     } catch (const std::exception&) {
       // Ignored, because the error to report is the one that made us give up.
     }
@@ -1571,11 +1701,12 @@ struct PutClient {
     ready = ReadMessage<AppReadyMessage>(message, AppMessageType::kReady);
     if (ready.num_slots == 0 || ready.num_slots > put.num_slots ||
         ready.chunk_size == 0 || ready.chunk_size > kChunkSize ||
-        ready.slots.size < ready.num_slots * ready.chunk_size) {
+        ready.slots.size < size_t{ready.num_slots} * ready.chunk_size) {
       throw BadMessage("its numbers do not fit together");
     }
     num_chunks = CountChunks(put.file_size, ready.chunk_size);
-    buf.emplace(session.domain, ready.num_slots * ready.chunk_size, FI_WRITE);
+    buf.emplace(session.domain, size_t{ready.num_slots} * ready.chunk_size,
+                FI_WRITE);
     slots.resize(ready.num_slots);
     for (size_t i = 0; i < slots.size(); ++i) {
       slots[i].chunk = i;
@@ -1707,6 +1838,7 @@ size_t ParseNumber(const char* name, const std::string& text) {
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0], ".");
@@ -1732,6 +1864,9 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
+  } catch (const std::bad_alloc&) {
+    fprintf(stderr, "error: out of memory\n");
+    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;

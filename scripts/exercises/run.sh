@@ -16,5 +16,6 @@ exercise=scripts/exercises/exercise_$1.py
 shift
 
 python=$(python_with pytest)
-# conftest.py is that of the tests, because exercises start programs as tests do.
+# conftest.py is that of the tests, because exercises start programs as tests do. It
+# finds the other modules beside it.
 exec "$python" -m pytest --tb=short -q "$exercise" "$@"

@@ -8,8 +8,10 @@
 #   CXX, CXXFLAGS   the compiler and its options
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
+#   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
+#   JOBS            for `make mutants`: how many at a time (JOBS=2)
 #   SERVE, PORT     for `make book`: SERVE=1 serves it on localhost, on port 8000
 #   FILE_SIZE, SLOTS
 #                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
@@ -19,7 +21,12 @@ CXXFLAGS ?= -O2 -g
 CHAPTER ?= 7_queue
 OUR_CXXFLAGS := -std=c++20 -Wall -Wextra -Werror
 
-PROGRAMS := $(basename $(notdir $(shell ls src/*.cpp | sort -t/ -k2 -V)))
+# The programs of the tutorial, and programs of your own, which are those with another
+# name: src/mine.cpp. Only `make`, `make mine`, `make demo` and `make diff-mine` look at
+# these.
+IN_SRC := ls src | sed -n 's/\.cpp$$//p' | grep '^[-+.0-9A-Z_a-z]*$$' | sort -V
+PROGRAMS := $(shell $(IN_SRC) | grep -E '^[0-9]+_')
+OWN := $(shell $(IN_SRC) | grep -vE '^[0-9]+_')
 
 # ---- libfabric ----
 
@@ -72,7 +79,7 @@ INSTALL := scripts/install-deps.sh installs what is missing
 # Programs that need xxHash are left out where it is not installed.
 ifeq ($(call has_header,xxhash.h),)
 LEFT_OUT := $(filter $(basename $(notdir \
-  $(shell grep -l '<xxhash.h>' src/*.cpp))),$(PROGRAMS))
+  $(shell grep -l '<xxhash.h>' src/*.cpp))),$(PROGRAMS) $(OWN))
 endif
 NO_XXHASH = xxHash is missing (the package libxxhash-dev or xxhash-devel); \
   $(INSTALL)
@@ -81,9 +88,9 @@ NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
 
 # ---- Building ----
 
-.PHONY: all $(PROGRAMS)
-all: $(filter-out $(LEFT_OUT),$(PROGRAMS))
-$(PROGRAMS): %: $(BUILD)/%
+.PHONY: all $(PROGRAMS) $(OWN)
+all: $(filter-out $(LEFT_OUT),$(PROGRAMS) $(OWN))
+$(PROGRAMS) $(OWN): %: $(BUILD)/%
 ifneq ($(LEFT_OUT),)
 all:
 	@echo 'not built: $(LEFT_OUT); $(strip $(NO_XXHASH))' >&2
@@ -101,20 +108,41 @@ $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
 
 # Not programs of the tutorial: the tests use `sender` to send what no program of
-# the tutorial would, `allocator` and `callbacks` try parts of 8_malloc and 7_queue,
-# `reorder.so` stands in for networks that are not here, and the benchmark compares
-# 7_queue with `bench_loop`.
+# the tutorial would, `allocator`, `callbacks`, `inside_queue` and `inside_lock` try
+# parts of 8_malloc, 7_queue and 10_lock, `reorder.so` and `strict.so` stand in for
+# networks that are not here, and the benchmark compares 7_queue with `bench_loop`.
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
 $(BUILD)/callbacks: scripts/tests/callbacks.cpp src/7_queue.cpp
+$(BUILD)/inside_queue: scripts/tests/inside_queue.cpp src/7_queue.cpp
+$(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
-$(BUILD)/sender $(BUILD)/allocator $(BUILD)/callbacks $(BUILD)/bench_loop: \
-  $(BUILD)/.flags
+$(BUILD)/sender $(BUILD)/allocator $(BUILD)/callbacks $(BUILD)/inside_queue \
+  $(BUILD)/inside_lock $(BUILD)/bench_loop: $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
 	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
-$(BUILD)/reorder.so: scripts/tests/reorder.cpp $(BUILD)/.flags
+$(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp \
+  $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \
-	  $< $(LDFLAGS)
+	  $< $(LDFLAGS) $(LIBFABRIC_LIBS)
+
+# The programs that use GPUs, built once more for machines without a GPU and without
+# the CUDA Toolkit: a folder that looks like the toolkit's holds a header and a
+# library of ours. The optimizer would take longer than the tests run them.
+GPU_PROGRAMS := $(filter $(PROGRAMS),$(basename $(notdir \
+  $(shell grep -l USE_CUDA src/*.cpp))))
+.PHONY: stand-ins
+stand-ins: $(BUILD)/strict.so $(GPU_PROGRAMS:%=$(BUILD)/cuda/%)
+$(BUILD)/cuda/lib64/libcudart_static.a: scripts/tests/cuda_stub.cpp \
+  scripts/tests/cuda_runtime.h $(BUILD)/.flags
+	@mkdir -p $(BUILD)/cuda/include $(@D)
+	cp scripts/tests/cuda_runtime.h $(BUILD)/cuda/include/
+	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) -isystem $(BUILD)/cuda/include -c \
+	  -o $(@:.a=.o) $<
+	ar rcs $@ $(@:.a=.o)
+$(BUILD)/cuda/%: $(BUILD)/cuda/lib64/libcudart_static.a FORCE
+	@$(MAKE) --no-print-directory $@ OWN= BUILD=$(BUILD)/cuda \
+	  CUDA_HOME=$(BUILD)/cuda CXXFLAGS='-O0 -g1'
 
 # Changes when the options do, so that everything is built again.
 FLAGS := $(CXX) $(CXXFLAGS) $(LDFLAGS) $(LIBFABRIC_CXXFLAGS) \
@@ -128,7 +156,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test test-rdma mutants bench bench-variants bench-file bench-lock lint \
+.PHONY: demo test test-rdma mutants fuzz bench bench-variants bench-file bench-lock lint \
   book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
@@ -149,8 +177,16 @@ test-rdma:
 mutants:
 	@scripts/install-deps.sh build test
 	@scripts/test.sh --collect-only -q >/dev/null
-	@bash -c '. scripts/common.sh; "$$(python_with pytest xdist)" \
-	  scripts/tests/mutants.py $(MUTANTS)'
+	@bash -c '. scripts/common.sh; python=$$(python_with pytest xdist) && \
+	  without_symbols "$$python" scripts/tests/mutants.py $(MUTANTS)'
+
+# Sends made-up messages to servers with sanitizers: ARGS="--messages 2000 7_queue".
+fuzz:
+	@scripts/install-deps.sh build
+	@$(MAKE) --no-print-directory build/4_hello build/sender BUILD=build
+	@$(MAKE) --no-print-directory all OWN= BUILD=build/sanitized \
+	  CXXFLAGS='-O0 -g1 -fsanitize=address,undefined'
+	@BUILD=build python3 scripts/tests/fuzz.py $(ARGS)
 
 # RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench/bench.py.
 bench bench-variants:
@@ -187,11 +223,11 @@ break-%:
 
 # Shows what a program adds to the one that it is based on: make diff-7.
 diff-%:
-	@scripts/diff.sh $* $(PROGRAMS)
+	@scripts/diff.sh $* $(OWN) $(PROGRAMS)
 
 lint:
 	@scripts/install-deps.sh lint
-	clang-format --dry-run -Werror src/*.cpp scripts/*/*.cpp
+	clang-format --dry-run -Werror $(PROGRAMS:%=src/%.cpp) scripts/*/*.cpp
 
 # The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
 book:
@@ -213,10 +249,12 @@ clean:
 help:
 	@echo 'make            build all programs into $(BUILD)/'
 	@echo 'make 7_queue    build one: $(PROGRAMS)'
+	@echo 'make mine       build one of your own, src/mine.cpp'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
 	@echo 'make test       build and check everything'
 	@echo 'make test-rdma  run the programs over real verbs, without a card'
 	@echo 'make mutants    break the programs: does a test notice?'
+	@echo 'make fuzz       send the servers messages that are wrong at random places'
 	@echo 'make bench      measure 7_queue beside what this machine can do'
 	@echo 'make bench-variants  and what each of the things that made it fast does'
 	@echo 'make bench-file measure 9_file beside what this machine can do'

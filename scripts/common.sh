@@ -26,6 +26,12 @@ python_with() {  # MODULE...
   return 1
 }
 
+# Prints the programs of the tutorial, in their order. A program with another name is
+# somebody's own, and none of the tools touches it.
+programs() {
+  ls src | sed -n 's/\.cpp$//p' | grep -E '^[0-9]+_' | sort -V
+}
+
 # Prints the program that this one is based on, as its source says near the top;
 # nothing for the first program. Fails if the source does not say it, or names a
 # program that is not there or comes later.
@@ -33,14 +39,15 @@ parent() {  # PROGRAM
   local program=$1 parent first
   parent=$(sed -En '1,15s|.*// Based on (\w+)\..*|\1|p' "src/$program.cpp") ||
     return
-  first=$(ls src/*.cpp | sort -V | head -n 1)
+  first=$(programs | head -n 1)
   if [ -z "$parent" ]; then
-    [ "src/$program.cpp" != "$first" ] || return 0
+    [ "$program" != "$first" ] || return 0
     echo "error: src/$program.cpp names no parent; one of its first 15 lines" \
       "has to be like: // Based on 7_queue." >&2
   elif [ ! -f "src/$parent.cpp" ]; then
     echo "error: src/$program.cpp is based on $parent: there is no such program" >&2
-  elif [ "${parent%%_*}" -ge "${program%%_*}" ]; then
+  elif [[ $program =~ ^[0-9]+_ ]] &&
+      ! [[ $parent =~ ^[0-9]+_ && ${parent%%_*} -lt ${program%%_*} ]]; then
     echo "error: src/$program.cpp is based on $parent, which does not come before" \
       "it" >&2
   else

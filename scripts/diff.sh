@@ -4,6 +4,7 @@
 # first, and then the applications.
 #
 # Usage: scripts/diff.sh NUMBER PROGRAM...    (make diff-7)
+# A program of somebody's own has no number. It is named instead: make diff-mine
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
@@ -12,7 +13,9 @@ number=$1
 shift
 program=
 for name in "$@"; do
-  [ "${name%%_*}" != "$number" ] || program=$name
+  if [[ $name == "$number" || $number =~ ^[0-9]+$ && $name == "$number"_* ]]; then
+    program=$name
+  fi
 done
 [ -n "$program" ] || {
   echo "error: no program has the number $number; there are: $*" >&2

@@ -78,11 +78,9 @@ for group in "$@"; do
       need clang-format clang-tools-extra command -v clang-format
       ;;
     book)
-      # pytest, because the book reads chapters with what tests them.
       need "python3-markdown-it python3-mdit-py-plugins python3-pygments" \
         "python3-markdown-it-py python3-mdit-py-plugins python3-pygments" \
         python_with markdown_it mdit_py_plugins pygments
-      need python3-pytest python3-pytest python_with pytest
       need git git command -v git
       # Turns libfabric's manual pages into HTML.
       need mandoc mandoc command -v mandoc
@@ -94,7 +92,8 @@ for group in "$@"; do
       need npm nodejs-npm command -v npm
       ;;
     browser)
-      need "python3-selenium" "python3-selenium" python_with selenium
+      need "python3-pytest python3-selenium" "python3-pytest python3-selenium" \
+        python_with pytest selenium
       need "chromium fonts-liberation" "chromium liberation-sans-fonts" browser
       need chromium-driver chromedriver command -v chromedriver
       need npm nodejs-npm command -v npm

@@ -9,7 +9,7 @@ Without arguments: 7_queue for each provider and page size, and in turn with it
   perftest   ib_write_bw, which does the same by verbs alone (where the provider is
              verbs),
   best loop  a bare loop around fi_writemsg (bench_loop.cpp) with the settings
-             that a short calibration finds best for this provider and page size,
+             that a calibration finds best for this provider and page size,
   our loop   the same loop with the settings of 7_queue.
 Then 7_queue and iperf3 in turn over a link of a known speed, between two network
 namespaces, where the machine permits it. Last the latency of a READ, in 8_malloc,
@@ -69,6 +69,9 @@ TIME_LIMIT = 300
 # WRITEs posted for each reading of the completion queue, entries read at a time.
 SETTINGS = [f"{level},{post},{read}" for level in ["any", "delivery"]
             for post, read in [(1, 1), (1, 16), (16, 16), (4096, 16), (4096, 256)]]
+# How the best is found, stage by stage: the rounds, in each of which every setting
+# runs once, and how many settings go on to the next stage.
+CALIBRATION = [(3, 5), (7, 2), (15, 1)]
 
 
 # The bare loops, and their names in the figure.
@@ -265,13 +268,24 @@ def measure_loop(provider, size, writes, *settings):
 
 
 def best_settings(provider, size):
-    """Three short runs of each, in three orders; the median counts."""
-    writes = max(1, round(guess(size) * SECONDS_PER_RUN / 10))
-    order = sum([random.sample(SETTINGS, len(SETTINGS)) for _ in range(3)], [])
-    rates = {settings: [] for settings in SETTINGS}
-    for settings, rate in zip(order, measure_loop(provider, size, writes, *order)):
-        rates[settings].append(rate)
-    return max(SETTINGS, key=lambda settings: statistics.median(rates[settings]))
+    """Runs all of them in turn, the better half again, and so on. What slows the
+    machine down for a while meets them all, so a rate counts in relation to the
+    others of its round; the median over the rounds decides."""
+    left = SETTINGS
+    rate = guess(size)
+    for rounds, keep in CALIBRATION:
+        order = [random.sample(left, len(left)) for _ in range(rounds)]
+        writes = max(1, round(rate * SECONDS_PER_RUN / 10))
+        rates = iter(measure_loop(provider, size, writes, *sum(order, [])))
+        shares = {settings: [] for settings in left}
+        for settings_of_round in order:
+            found = {settings: next(rates) for settings in settings_of_round}
+            rate = statistics.median(found.values())
+            for settings in left:
+                shares[settings].append(found[settings] / rate)
+        left = sorted(left, key=lambda settings: statistics.median(shares[settings]),
+                      reverse=True)[:keep]
+    return left[0]
 
 
 READ_SIZE = 64  # bytes, of the READs whose latency is measured

@@ -88,8 +88,12 @@ class Book:
     def file_page(self, path):
         """A file of the repository that is no program of the book's, or a folder."""
         if os.path.isdir(f"{self.root}/{path}"):
+            # Those that have a page.
+            known = {page_name(f"src/{name}.cpp") for name in self.programs}
+            known |= {page_name(page.path) for page in self.pages}
             names = sorted(name for name in os.listdir(f"{self.root}/{path}")
-                           if name.endswith((".md", ".cpp")))
+                           if name.endswith((".md", ".cpp"))
+                           and page_name(f"{path}/{name}") in known)
             text = "<ul>" + "".join(
                 f'<li><a href="../{page_name(f"{path}/{name}")}">{name}</a></li>'
                 for name in names) + "</ul>"

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
 
-python=$(python_with markdown_it mdit_py_plugins pygments pytest)
+python=$(python_with markdown_it mdit_py_plugins pygments)
 # A book without pictures is better than none.
 scripts/book/figures.sh --book ||
   echo "the figures cannot be drawn here (see above); the book has their text" >&2

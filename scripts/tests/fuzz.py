@@ -4,9 +4,8 @@ not part of `make test`.
 
 Usage: scripts/tests/fuzz.py [--messages 20000] [--seed N] [--provider tcp]
            [PROGRAM...]
-  make build/4_hello build/sender
-  make all BUILD=build/sanitized CXXFLAGS="-O0 -g1 -fsanitize=address,undefined"
-      builds what it needs; scripts/test.sh does so, too
+  make fuzz ARGS="--messages 2000 7_queue" builds what it needs, and calls it;
+  scripts/test.sh builds that, too
 
 Several senders at a time open sessions. Each takes good messages of the program and
 spoils one of them at random. Meanwhile honest clients come and go, and every one of
@@ -17,6 +16,7 @@ but which sender comes first is up to the scheduler.
 
 import argparse
 import collections
+import functools
 import os
 import random
 import re
@@ -29,13 +29,13 @@ import threading
 import time
 import traceback
 
-from conftest import (ACCEPT, ALIVE, APPEND, BUILD, BYE, CHUNK, CONNECT, END, ERROR,
-                      FILE_ALIVE, FREE, JOIN, LIBFABRIC_LEAKS, MALLOC, PUT, REPORT,
-                      ROOT, TABLE_ALIVE, USAGE, Process, Server, owned_shm_files,
-                      read_address)
+from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
+from messages import (ACCEPT, ALIVE, APPEND, BYE, CHUNK, CONNECT, END, ERROR,
+                      FILE_ALIVE, FREE, JOIN, LONGEST, MALLOC, PUT, RANDOM_FILL, REPORT,
+                      TABLE_ALIVE, TEXT, USAGE, WAIT, base, read_address, with_nonce)
+from repository import ROOT
 
 SANITIZED = "build/sanitized"
-LONGEST = 65536  # bytes of a message
 SESSION_LIMIT = 11  # seconds; a server ends a silent session after 10
 SESSIONS_PER_SENDER = 100  # because a sender keeps the buffers of all that it did
 # An endpoint of ofi_rxm is opened four times as fast if its queues are short.
@@ -45,31 +45,31 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # ---- The messages ----
 
-# The fields behind the type: in the letters of Python's struct, except "bytes" (any
+# The fields behind the type and the nonce: in the letters of Python's struct, except "bytes" (any
 # number of them) and "numbers" (any number of uint32_t).
-FILL = [("remote_context", "I"), ("addr", "Q"), ("size", "Q"), ("rkey", "Q"),
-        ("seed", "Q"), ("page_size", "Q"), ("num_pages", "Q")]
-POOL = [("padding", "4s"), ("size", "Q"), ("addr", "Q")]
+FILL = [("remote_context", "I"), ("num_pages", "I"), ("addr", "Q"), ("size", "Q"),
+        ("rkey", "Q"), ("seed", "Q"), ("page_size", "Q")]
+POOL = [("size", "Q"), ("addr", "Q")]
 FORMATS = {
-    "CONNECT": (CONNECT, [("nonce", "I"), ("addr_size", "I"), ("addr", "256s")]),
+    "CONNECT": (CONNECT, [("addr_size", "I"), ("addr", "256s")]),
     "BYE": (BYE, []),
-    "TEXT": (4, [("text", "bytes")]),
-    "RANDOM_FILL of 6_write": (4, [*FILL, ("page_idx", "numbers")]),
-    "RANDOM_FILL of 7_queue": (4, [*FILL, ("total_repeat", "Q"),
-                                   ("page_idx", "numbers")]),
+    "TEXT": (TEXT, [("text", "bytes")]),
+    "RANDOM_FILL of 6_write": (RANDOM_FILL, [*FILL, ("page_idx", "numbers")]),
+    "RANDOM_FILL of 7_queue": (RANDOM_FILL, [*FILL, ("total_repeat", "Q"),
+                                             ("page_idx", "numbers")]),
     "MALLOC": (MALLOC, POOL),
     "FREE": (FREE, POOL),
     "USAGE": (USAGE, POOL),
-    "ALIVE of 8_malloc": (ALIVE, []),
-    "PUT": (PUT, [("num_slots", "I"), ("file_size", "Q"), ("name", "256s")]),
+    "ALIVE of 8_malloc": (ALIVE, [("finished", "Q")]),
+    "PUT": (PUT, [("file_size", "Q"), ("num_slots", "I"), ("name", "252s")]),
     "CHUNK": (CHUNK, [("chunks", "numbers")]),
-    "END": (END, [("padding", "4s"), ("checksum", "Q")]),
+    "END": (END, [("checksum", "Q")]),
     "ERROR": (ERROR, [("text", "252s")]),
     "ALIVE of 9_file": (FILE_ALIVE, []),
     "JOIN": (JOIN, []),
     "APPEND": (APPEND, [("client", "I"), ("count", "I")]),
-    "ALIVE of 10_lock": (TABLE_ALIVE, []),
-    "REPORT": (REPORT, [("entries", "I"), ("changes", "Q")]),
+    "ALIVE of 10_lock": (TABLE_ALIVE, [("finished", "Q")]),
+    "REPORT": (REPORT, [("entries", "Q"), ("changes", "Q")]),
 }
 BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
               2**64 - 1]
@@ -77,7 +77,7 @@ BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
 LIMITS = {
     "addr_size": [15, 16, 17, 255, 256, 257],
     "page_size": [4, 7, 8, 12, 1 << 20, 16 << 20, (16 << 20) + 8],
-    "num_pages": [2, 3, 2**61, 2**62 + 2],
+    "num_pages": [2, 3, 2**30 + 2, 2**31],
     "total_repeat": [2, 1_000_000_000, 1_000_000_001],
     "num_slots": [2, 64, 65],
     "file_size": [1 << 20, (1 << 20) + 1, 1 << 50, (1 << 50) + 1],
@@ -91,10 +91,15 @@ class Message:
 
     def __init__(self, kind, /, **values):
         type_, fields = FORMATS[kind]
+        fields = [("nonce", "I"), *fields]
         self.names = ["type", *(name for name, _ in fields)]
         self.formats = ["I", *(format_ for _, format_ in fields)]
         self.values = [type_, *(values.get(name, 0 if format_ in "IQ" else b"")
                                 for name, format_ in fields)]
+
+    def in_session(self, nonce):
+        self.values[1] = nonce
+        return self
 
     def pack(self):
         parts = []
@@ -142,31 +147,38 @@ def spoil(message, rng, longest):
     return bytes(data)
 
 
-def good_session(program, rng, number):
-    """Returns the messages of a session, without CONNECT and BYE."""
-    if program == "5_reverse":
-        size = rng.choices([1, 10, 1000, 60000], [8, 8, 8, 1])[0]
-        return [Message("TEXT", text=b"x" * size)]
-    if program in ("6_write", "7_queue"):
-        # There is no memory at this address, and nobody has this key.
-        indices = [rng.randrange(16) for _ in range(rng.choice([1, 2, 5, 300]))]
-        return [Message(f"RANDOM_FILL of {program}",
-                        remote_context=rng.getrandbits(31) + 1, addr=0x1000,
-                        size=1 << 20, rkey=rng.getrandbits(48),
-                        seed=rng.getrandbits(64),
-                        page_size=rng.choice([8, 512, 4096, 65536]),
-                        num_pages=len(indices), total_repeat=rng.randrange(1, 4),
-                        page_idx=indices)]
-    if program == "8_malloc":
-        names = [rng.choice(["MALLOC", "MALLOC", "FREE", "USAGE",
-                             "ALIVE of 8_malloc"])
-                 for _ in range(rng.randrange(1, 5))]
-        return [Message(name, size=rng.choice([1, 64, 5000, 1 << 20]),
-                        addr=rng.getrandbits(48)) for name in names]
-    if program == "10_lock":
-        return [Message("JOIN"), *(
-            Message(rng.choice(["JOIN", "APPEND", "ALIVE of 10_lock", "REPORT"]))
-            for _ in range(rng.randrange(4)))]
+# Each returns the messages of a session, without CONNECT and BYE. The number is
+# another one each time.
+
+def session_of_texts(rng, number):
+    size = rng.choices([1, 10, 1000, 60000], [8, 8, 8, 1])[0]
+    return [Message("TEXT", text=b"x" * size)]
+
+
+def session_of_fills(kind, rng, number):
+    # There is no memory at this address, and nobody has this key.
+    indices = [rng.randrange(16) for _ in range(rng.choice([1, 2, 5, 300]))]
+    return [Message(kind, remote_context=rng.getrandbits(31) + 1, addr=0x1000,
+                    size=1 << 20, rkey=rng.getrandbits(48), seed=rng.getrandbits(64),
+                    page_size=rng.choice([8, 512, 4096, 65536]),
+                    num_pages=len(indices), total_repeat=rng.randrange(1, 4),
+                    page_idx=indices)]
+
+
+def session_of_requests(rng, number):
+    names = [rng.choice(["MALLOC", "MALLOC", "FREE", "USAGE", "ALIVE of 8_malloc"])
+             for _ in range(rng.randrange(1, 5))]
+    return [Message(name, size=rng.choice([1, 64, 5000, 1 << 20]),
+                    addr=rng.getrandbits(48)) for name in names]
+
+
+def session_of_changes(rng, number):
+    return [Message("JOIN"), *(
+        Message(rng.choice(["JOIN", "APPEND", "ALIVE of 10_lock", "REPORT"]))
+        for _ in range(rng.randrange(4)))]
+
+
+def session_of_a_file(rng, number):
     # The slots are full of zeros, because nobody writes anything into them.
     chunks = rng.choice([0, 1, 1, 2, 3])
     messages = [
@@ -179,6 +191,16 @@ def good_session(program, rng, number):
                         Message(rng.choice(["ERROR", "ALIVE of 9_file", "CHUNK"]),
                                 text=b"enough", chunks=[0, 1, 2]))
     return messages
+
+
+SESSIONS = {
+    "5_reverse": session_of_texts,
+    "6_write": functools.partial(session_of_fills, "RANDOM_FILL of 6_write"),
+    "7_queue": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
+    "8_malloc": session_of_requests,
+    "9_file": session_of_a_file,
+    "10_lock": session_of_changes,
+}
 
 
 # ---- The senders ----
@@ -201,6 +223,7 @@ class Sender:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL)
         self.address = bytes.fromhex(self.answer().split()[1])
+        self.nonce = 0  # of its session
 
     def answer(self):
         line = self.popen.stdout.readline()
@@ -233,12 +256,19 @@ class Sender:
             raise Lost
         return None if what == "nothing" else bytes.fromhex(text)
 
+    def connect(self):
+        return Message("CONNECT", nonce=self.nonce, addr_size=len(self.address),
+                       addr=self.address)
+
     def accepted(self):
         """Waits for an ACCEPT, and returns the address in it; None if there is
         none. Answers to earlier messages may come first."""
         while (message := self.wait()) is not None:
-            if message[:4] == struct.pack("<I", ACCEPT):
+            if message[:8] == base(ACCEPT, self.nonce):
                 return read_address(message)[1]
+            if message[:8] == base(WAIT, self.nonce):
+                time.sleep(1)
+                self.send(self.connect().pack())
         return None
 
     def end(self):
@@ -324,6 +354,7 @@ class Fuzzer:
         rng = self.rngs[i]
         assert self.server.process.popen.poll() is None, "the server has ended"
         sender.peer(self.server.address)
+        sender.nonce = rng.randrange(1, 2**32)
         # Messages to the listener cost nothing beside a session.
         for _ in range(rng.choice([0, 0, 0, 0, 2, 4, 8])):
             message = self.at_the_door(sender, rng)
@@ -331,20 +362,21 @@ class Fuzzer:
             if self.opens(sender, message):
                 break
         else:
-            sender.send(self.connect(sender).pack())
+            sender.send(sender.connect().pack())
         self.count("sessions")
         address = sender.accepted()
         assert address is not None, "the server does not answer"
         sender.peer(address)
 
-        messages = good_session(self.program, rng, self.counts["messages"])
+        messages = [message.in_session(sender.nonce) for message in
+                    SESSIONS[self.program](rng, self.counts["messages"])]
         bad = rng.randrange(-1, len(messages))  # -1: none
         for number, message in enumerate(messages):
             if number != bad:
                 data = message.pack()
             elif rng.random() < 0.1:
                 data = rng.choice([b"", rng.randbytes(rng.randrange(1, 300)),
-                                   self.connect(sender).pack()])
+                                   sender.connect().pack()])
             else:
                 data = spoil(message, rng, self.longest)
             if not self.send(sender, i, data, "session"):
@@ -358,12 +390,7 @@ class Fuzzer:
         if rng.random() < 0.05 and self.may_abandon():
             self.count("abandoned")
             return
-        sender.send(Message("BYE").pack())
-
-    @staticmethod
-    def connect(sender):
-        return Message("CONNECT", nonce=sender.popen.pid,
-                       addr_size=len(sender.address), addr=sender.address)
+        sender.send(Message("BYE", nonce=sender.nonce).pack())
 
     def at_the_door(self, sender, rng):
         """Returns a message for the listener."""
@@ -372,9 +399,12 @@ class Fuzzer:
             return rng.choice([b"", rng.randbytes(rng.randrange(1, 400)),
                                bytes(self.longest), Message("BYE").pack()])
         if kind == 1:
-            return rng.choice(good_session(self.program, rng, 0)).pack()
-        message = spoil(self.connect(sender), rng, self.longest)
-        if not self.looks_good(sender, message) or self.opens(sender, message):
+            return rng.choice(SESSIONS[self.program](rng, 0)).pack()
+        message = spoil(sender.connect(), rng, self.longest)
+        if self.opens(sender, message):
+            # With the nonce that its session then has.
+            return with_nonce(message, sender.nonce)
+        if not self.looks_good(sender, message):
             return message
         # The server will call there. It must not call strangers, and not often:
         # it waits up to 10 s for an answer.
@@ -386,7 +416,8 @@ class Fuzzer:
                         sender.address[4:])
             elif b"shm" not in sender.address:
                 dead = sender.address
-            return Message("CONNECT", nonce=1, addr_size=len(dead), addr=dead).pack()
+            return Message("CONNECT", nonce=rng.randrange(1, 2**32),
+                           addr_size=len(dead), addr=dead).pack()
         return message[:-1]
 
     @staticmethod
@@ -513,9 +544,8 @@ def main():
                         help="at a time (3)")
     parser.add_argument("--every", type=int, default=1000,
                         help="messages between two honest clients (1000)")
-    parser.add_argument("programs", nargs="*", metavar="PROGRAM", default=[
-        "5_reverse", "6_write", "7_queue", "8_malloc", "9_file",
-        "10_lock"])
+    parser.add_argument("programs", nargs="*", metavar="PROGRAM",
+                        default=list(SESSIONS))
     args = parser.parse_args()
     print(f"--seed {args.seed}", flush=True)
     for name, value in RXM_QUEUES.items():

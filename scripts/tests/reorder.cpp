@@ -12,6 +12,8 @@
 //   NO_MEMORY=send, NO_MEMORY=register
 //                             SENDs, or registrations of memory, find no memory
 //                             that may be locked, as where `ulimit -l` is low
+//   NO_SYNC=file, NO_SYNC=directory
+//                             the disk keeps no file, or no name: fsync fails
 // In every case, it ends a program that enables an endpoint without an event
 // queue: efa would do so on the first error of a peer.
 //
@@ -23,6 +25,7 @@
 // those of fi_sendmsg and fi_writemsg.
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_atomic.h>
 #include <rdma/fi_domain.h>
@@ -34,7 +37,9 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <chrono>
@@ -292,4 +297,15 @@ extern "C" int fi_fabric(struct fi_fabric_attr* attr,
   g_real_fabric = Replace((*fabric)->ops);
   (*fabric)->ops->domain = OpenDomain;
   return 0;
+}
+
+extern "C" int fsync(int fd) {
+  const char* what = getenv("NO_SYNC");
+  struct stat status = {};
+  if (what == nullptr || fstat(fd, &status) != 0 ||
+      S_ISDIR(status.st_mode) != (strcmp(what, "directory") == 0)) {
+    return Real("fsync", fsync)(fd);
+  }
+  errno = EIO;
+  return -1;
 }

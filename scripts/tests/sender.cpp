@@ -11,8 +11,15 @@
 //   write ADDR KEY DATA HEX
 //              WRITEs these bytes to a place in the peer's memory, with a number
 //              as immediate data; prints "written", or "failed: ..."
+//   read ADDR KEY
+//              READs 8 bytes of the peer's memory; prints "read", or
+//              "failed: ..."
+//   overwrite ADDR KEY
+//              WRITEs 8 bytes to it, without a number; prints "written" only if
+//              they have arrived there, otherwise "failed: ..."
 // It takes part in the network only while it obeys a command, and never waits
-// for more than 20 s. At the end of its input it ends without closing anything.
+// for more than 20 s (2 s for a READ or WRITE, which nobody may answer). At the
+// end of its input it ends without closing anything.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -120,17 +127,50 @@ struct Sender {
              const std::string& hex) {
     Operation& op = ops.emplace_back();
     op.bytes = FromHex(hex);
-    Finish(op, "written", [&] {
-      return fi_writedata(ep, op.bytes.data(), op.bytes.size(), nullptr, data,
-                          peer, addr, key, &op);
-    });
+    Finish(
+        op, "written",
+        [&] {
+          return fi_writedata(ep, op.bytes.data(), op.bytes.size(), nullptr,
+                              data, peer, addr, key, &op);
+        },
+        2s);
+  }
+
+  void Read(uint64_t addr, uint64_t key) {
+    Operation& op = ops.emplace_back();
+    op.bytes.resize(8);
+    Finish(
+        op, "read",
+        [&] {
+          return fi_read(ep, op.bytes.data(), op.bytes.size(), nullptr, peer,
+                         addr, key, &op);
+        },
+        2s);
+  }
+
+  void Overwrite(uint64_t addr, uint64_t key) {
+    Operation& op = ops.emplace_back();
+    op.bytes.resize(8, 0x55);
+    struct iovec iov = {op.bytes.data(), op.bytes.size()};
+    struct fi_rma_iov remote = {addr, op.bytes.size(), key};
+    struct fi_msg_rma msg = {};
+    msg.msg_iov = &iov;
+    msg.iov_count = 1;
+    msg.addr = peer;
+    msg.rma_iov = &remote;
+    msg.rma_iov_count = 1;
+    msg.context = &op;
+    // Without it, a WRITE that is refused may complete, too.
+    auto post = [&] { return fi_writemsg(ep, &msg, FI_DELIVERY_COMPLETE); };
+    Finish(op, "written", post, 2s);
   }
 
   // Posts an operation, waits until it has completed, and prints how it went.
   void Finish(Operation& op, const std::string& success,
-              const std::function<ssize_t()>& post) {
+              const std::function<ssize_t()>& post,
+              std::chrono::seconds limit = 20s) {
     ssize_t ret = -FI_EAGAIN;
-    for (auto end = Clock::now() + 20s; Clock::now() < end; Poll()) {
+    for (auto end = Clock::now() + limit; Clock::now() < end; Poll()) {
       if (ret == -FI_EAGAIN) ret = post();
       if (ret != 0 && ret != -FI_EAGAIN) {
         op.error = fi_strerror(static_cast<int>(-ret));
@@ -202,6 +242,12 @@ int main(int argc, char** argv) {
       std::string hex;
       words >> key >> data >> hex;
       sender.Write(std::stoull(argument), key, data, hex);
+    }
+    if (command == "read" || command == "overwrite") {
+      uint64_t key = 0;
+      words >> key;
+      uint64_t addr = std::stoull(argument);
+      command == "read" ? sender.Read(addr, key) : sender.Overwrite(addr, key);
     }
     if (command == "peer") sender.SetPeer(argument);
     if (command == "send") sender.Send(argument);

@@ -3,7 +3,7 @@
 import shutil
 import subprocess
 
-from conftest import ROOT
+from repository import ROOT
 
 # As in src: each adds something to the one that it is based on.
 PROGRAMS = {

@@ -15,7 +15,8 @@ import pytest
 import bench
 import bench_file
 import bench_lock
-from conftest import ROOT, owned_shm_files
+from harness import owned_shm_files
+from repository import ROOT
 
 # As little as can be measured.
 LITTLE = {"RUNS": "1", "SIZES": "64K", "PROVIDERS": "shm tcp", "LINK": "",

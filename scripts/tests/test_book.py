@@ -6,13 +6,15 @@ import json
 import os
 import re
 import subprocess
+import sys
 import urllib.parse
 
 import pytest
 
 import chapters
 import lines
-from conftest import PROGRAMS, ROOT, make, number, parent
+from harness import PROGRAMS
+from repository import ROOT, make, number, parent
 
 pytest.importorskip("markdown_it", reason="scripts/install-deps.sh book installs it")
 import book  # noqa: E402
@@ -283,6 +285,13 @@ def test_figures(tmp_path):
     assert 'width="650" height="400"' in text
     assert "client → server: CONNECT (address)" in text
     assert built.not_drawn == 0
+
+
+def test_no_pytest():
+    """Who builds the book need not install it."""
+    subprocess.run(
+        [sys.executable, "-c", "import sys; sys.modules['pytest'] = None; "
+         f"sys.path.insert(0, '{ROOT}/scripts/book'); import book"], check=True)
 
 
 def test_figure_text():

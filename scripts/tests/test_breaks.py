@@ -8,8 +8,9 @@ import subprocess
 
 import pytest
 
-from conftest import (BUILD, PROVIDERS, ROOT, Server, make, number, provider_in,
-                      write_source)
+from harness import BUILD, PROVIDERS, Server, provider_in, write_source
+from marks import ends_in_a_rendezvous
+from repository import ROOT, make, number
 
 pytestmark = pytest.mark.builds("plain")
 
@@ -51,6 +52,7 @@ def test_4_hello(run, broken):
         assert "Received 13 bytes: " + "#" * 13 in server.process.output
 
 
+@ends_in_a_rendezvous
 def test_5_reverse(run, broken):
     """Everybody waits for the client that stands still, until the server gives it up."""
     server = broken("5_reverse")
@@ -58,7 +60,7 @@ def test_5_reverse(run, broken):
                         (server.path, ["[1] error: ", "[2] Done."])]:
         server = Server(run, os.path.dirname(path), "5_reverse")
         # Nobody reads what this one prints, and that is more than a pipe holds.
-        still = subprocess.Popen([path, server.address, "x" * 65532],
+        still = subprocess.Popen([path, server.address, "x" * 65528],
                                  stdout=subprocess.PIPE)
         try:
             server.process.wait_for(r"^\[1\] Received CONNECT")

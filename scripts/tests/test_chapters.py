@@ -10,7 +10,8 @@ import pytest
 import chapters
 import lines
 from chapters import Page
-from conftest import PROGRAMS, PROVIDERS, ROOT, RXM_BUFFERS, make
+from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS
+from repository import ROOT, make
 
 PAGES = ["README.md", "scripts/README.md"] + [
     f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
@@ -28,7 +29,7 @@ def as_a_reader(monkeypatch):
     monkeypatch.delenv(RXM_BUFFERS, raising=False)
 
 
-def test_every_program_has_a_chapter():
+def test_no_chapter_is_left_out():
     messages = chapters.check_numbers(ROOT)
     assert not messages, "\n".join(messages)
 
@@ -404,18 +405,12 @@ def test_finds_a_diff_that_is_not_named(tmp_path):
 
 
 def test_finds_what_is_missing(tmp_path):
-    """A chapter for each program, a program for each chapter from 4 on."""
     for name in ["0_a", "1_b", "2_c", "3_d", "4_e", "5_f"]:
         os.makedirs(tmp_path / "chapters", exist_ok=True)
         (tmp_path / "chapters" / f"{name}.md").write_text("")
-    (tmp_path / "src").mkdir()
-    for name in ["4_e", "5_f"]:
-        (tmp_path / "src" / f"{name}.cpp").write_text("")
     assert chapters.check_numbers(tmp_path) == []
     os.rename(tmp_path / "chapters/5_f.md", tmp_path / "chapters/6_g.md")
     assert chapters.check_numbers(tmp_path) == [
-        "chapters/5_f.md is missing: the chapter of src/5_f.cpp",
-        "chapters/6_g.md: there is no src/6_g.cpp",
         "chapters/: the numbers are [0, 1, 2, 3, 4, 6]"]
 
 
@@ -547,7 +542,8 @@ Received 13 bytes: Hello, world!
 ```console
 $ FI_PROVIDER=nonsense ./build/4_hello
 error: FI_PROVIDER='nonsense' fi_getinfo finds no interface that can do what this \
-program needs (`fi_info -t FI_EP_RDM` lists what there is): No data available
+program needs (`fi_info -t FI_EP_RDM` lists what there is; shm needs room in \
+/dev/shm): No data available
 $ echo $?
 1
 ```

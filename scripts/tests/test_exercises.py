@@ -7,7 +7,8 @@ import subprocess
 
 import pytest
 
-from conftest import BUILD, PROGRAMS, ROOT, make, number
+from harness import BUILD, PROGRAMS
+from repository import ROOT, make, number
 
 BY_NUMBER = {str(number(program)): program for program in PROGRAMS}
 exercises = pytest.mark.parametrize("number,program", BY_NUMBER.items(),

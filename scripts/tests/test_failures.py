@@ -15,49 +15,33 @@ import time
 
 import pytest
 
-from conftest import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, QUICK, ROOT, SHORT,
-                      REFUSED, SUCCESS, TIME_FACTOR, Server, not_over_verbs,
-                      owned_shm_files)
+from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
+                     owned_shm_files)
+from marks import ends_in_a_rendezvous, not_over_verbs
+from repository import ROOT
+from table import ADDRESS, TABLE, WRONG_ADDRESSES
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
-# What takes each program long enough to be killed in the middle. The pages are
-# large: a process that is killed while it holds a lock in the shared memory of
-# libfabric 1.17's shm provider takes the others with it, and with small pages it
-# holds one a good part of the time. Two such clients leave memory for others.
-LONG = {
-    "4_hello": ["x" * 60000],
-    "5_reverse": ["x" * 60000],
-    "6_write": ["1048576", "64"],
-    "7_queue": ["1048576", "200", "100000"],
-    "8_malloc": ["100"],
-    "9_file": ["1000000000", "1"],
-    "10_lock": ["10000"],
-}
-# What clients do that are not killed.
-OTHERS = {**QUICK, "6_write": ["65536", "100"], "7_queue": ["65536", "100", "3"]}
 # How many clients test_killed_clients kills. KILLS=50 takes minutes.
 KILLS = int(os.environ.get("KILLS", "4"))
 
 
 @pytest.mark.builds("sanitized")  # it takes long
+@ends_in_a_rendezvous
 @two_providers
-@pytest.mark.parametrize("program", [p for p in PROGRAMS
-                                     if p not in ("8_malloc", "9_file", "10_lock")])
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if not TABLE[p].killed_in])
 def test_killed_clients(serve, program, provider):
     """Clients that are killed at any moment. They cost the others nothing, two of
-    which are there at any time. For the programs after 7_queue, see test_malloc.py,
-    test_file.py and test_lock.py."""
+    which are there at any time. The others have such a test in a file of their own."""
     server = serve(program, provider, **LIBFABRIC_LEAKS)
-    with server.others(*OTHERS.get(program, [])):
+    with server.others(*server.entry.others):
         for _ in range(KILLS):
             already = len(server.process.lines)
-            client = server.start_client(*LONG[program])
-            # Not just after its first message: libfabric 1.17's shm provider does
-            # not survive that its sender has gone before the message is seen.
-            if provider == "shm" and program in ("6_write", "7_queue"):
-                server.process.wait_for("^.*RandomFill.*=1048576", after=already)
+            client = server.start_client(*server.entry.long)
+            if provider == "shm" and server.entry.long_begun:
+                server.process.wait_for(server.entry.long_begun, after=already)
             time.sleep(random.uniform(0, 0.8))
             client.signal(signal.SIGKILL)
             client.wait()
@@ -78,11 +62,11 @@ def test_stopped_clients(serve, program, provider):
     server = serve(program, provider)
     clients = []
     for moment in ["Registered|domain", "Sent CONNECT", "Sent [^C]", "Sent [^C]"]:
-        clients.append(server.start_client(*LONG[program]))
+        clients.append(server.start_client(*server.entry.long))
         clients[-1].wait_for(moment)
         clients[-1].signal(signal.SIGSTOP)
     for _ in range(2):
-        other = server.check_client(*SHORT.get(program, []))
+        other = server.check_client(*server.entry.short)
         assert other.seconds < 8
     # Those of which the server knows. Some may have been through with it.
     server.process.wait_for("Received CONNECT", count=4)
@@ -99,7 +83,7 @@ def test_stopped_clients(serve, program, provider):
         client.signal(signal.SIGTERM)
         status = client.wait(30)
         assert status == 1 and "error: " in client.output or \
-            status == 0 and SUCCESS[program] in client.output, client.output
+            status == 0 and server.entry.success in client.output, client.output
     server.check_client()
     server.stop()
 
@@ -127,7 +111,7 @@ def test_server_gone(serve, run, build, program):
         server.process.signal(signal.SIGKILL)
         server.process.wait()
     reserved = [reserve_port(server) for server in servers]
-    clients = [server.start_client(*SHORT.get(program, [])) for server in servers]
+    clients = [server.start_client(*server.entry.short) for server in servers]
     # Addresses that are well-formed and nobody's: port 9 here, and a name.
     nobody = {"": "020000097f0000010000000000000000",
               "shm": b"fi_shm://1:0:0\0".hex()}
@@ -151,7 +135,7 @@ def test_server_killed_during_work(serve, program):
     """Through tcp. Through shm, libfabric 1.17 may never return: the server may
     have held a lock that lies in memory of both."""
     server = serve(program)
-    client = server.start_client(*LONG[program])
+    client = server.start_client(*server.entry.long)
     # Before, it waits for an ACCEPT, and for up to 60 s.
     client.wait_for("Sent [^C]|Borrowed")
     time.sleep(random.uniform(0, 0.5))
@@ -186,6 +170,7 @@ def test_no_memory(serve):
 
 
 @pytest.mark.builds("sanitized")  # it takes long
+@ends_in_a_rendezvous
 @two_providers
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_signals(run, serve, build, program, provider):
@@ -203,7 +188,7 @@ def test_signals(run, serve, build, program, provider):
 
     def with_a_client(signum, moment):
         server = serve(program, provider, **LIBFABRIC_LEAKS)
-        client = server.start_client(*LONG[program])
+        client = server.start_client(*server.entry.long)
         time.sleep(moment)
         server.stop(signum)
         client.signal(signal.SIGKILL)  # what it says: test_server_gone
@@ -218,10 +203,15 @@ def test_signals(run, serve, build, program, provider):
             test.result()
 
 
+# What asks a program to end.
+ASKING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+
+
 @pytest.mark.builds("plain")
 def test_second_signal(build):
-    """A process that hangs does not get as far as closing. Then a second signal
-    ends it at once. Here, it hangs because nobody reads what it prints."""
+    """A process that hangs does not get as far as closing. Then a second signal, of
+    the same kind or another, ends it at once. Here, it hangs because nobody reads what
+    it prints."""
     reader, writer = os.pipe()
     flags = fcntl.fcntl(writer, fcntl.F_GETFL)
     fcntl.fcntl(writer, fcntl.F_SETFL, flags | os.O_NONBLOCK)
@@ -237,19 +227,24 @@ def test_second_signal(build):
         env={**os.environ, "IPATH_NO_BACKTRACE": "1", "HFI_NO_BACKTRACE": "1"})
         for program in PROGRAMS for args in [[], client_args(program)]]
     try:
-        while not all(catches(process.pid, signal.SIGINT) for process in processes):
+        while not all(catches(process.pid, signum) for process in processes
+                      for signum in ASKING):
             time.sleep(0.01)
         # Libraries may set handlers of their own before main() begins.
         time.sleep(1)
-        for process in processes:
-            process.send_signal(signal.SIGINT)
-        time.sleep(1)
-        for process in processes:
+        # There are more processes than pairs.
+        pairs = list(zip(processes, itertools.cycle(itertools.product(ASKING, ASKING))))
+        for process, (first, _) in pairs:
+            process.send_signal(first)
+        deadline = time.monotonic() + 15 * TIME_FACTOR
+        for process, (_, second) in pairs:
+            while any(catches(process.pid, signum) for signum in ASKING):
+                assert time.monotonic() < deadline, process.args
+                time.sleep(0.01)
             assert process.poll() is None, process.args
-            assert not catches(process.pid, signal.SIGINT)
-            process.send_signal(signal.SIGINT)
-        for process in processes:
-            assert process.wait(5) == -signal.SIGINT, process.args
+            process.send_signal(second)
+        for process, (_, second) in pairs:
+            assert process.wait(5) == -second, process.args
     finally:
         for process in processes:
             process.kill()
@@ -266,19 +261,20 @@ def catches(pid, signum):
 
 
 @pytest.mark.builds("sanitized")  # it takes long
+@ends_in_a_rendezvous
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_client_signals(serve, program):
     """A client that is interrupted says so, and costs the server nothing."""
     server = serve(program, **LIBFABRIC_LEAKS)
     for signum, moment in [(signal.SIGINT, 0.1), (signal.SIGTERM, 0.3),
                            (signal.SIGINT, 0.7)]:
-        client = server.start_client(*LONG[program])
+        client = server.start_client(*server.entry.long)
         client.wait_for("domain: ")
         time.sleep(moment)
         client.signal(signum)
         status = client.wait(20)
         assert status == 1 and "error: interrupted" in client.output or \
-            status == 0 and SUCCESS[program] in client.output, client.output
+            status == 0 and server.entry.success in client.output, client.output
     server.check_client()
     server.stop()
 
@@ -286,7 +282,7 @@ def test_client_signals(serve, program):
 @pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.parametrize("program,args,started", [
-    ("7_queue", LONG["7_queue"], "Sent RandomFill"), ("8_malloc", ["400"], "Borrowed")])
+    ("7_queue", TABLE["7_queue"].long, "Sent RandomFill"), ("8_malloc", ["400"], "Borrowed")])
 def test_client_signals_at_work(serve, program, args, started, provider):
     """Interrupted in the middle of its work, a client leaves nothing in /dev/shm, and
     says BYE, so that the server is rid of it long before its silence of 10 s would
@@ -319,13 +315,13 @@ def test_client_signals_at_the_start(serve, program, provider):
     server = serve(program, provider)
 
     def interrupt(moment):
-        client = server.start_client(*QUICK.get(program, []))
+        client = server.start_client(*server.entry.quick)
         time.sleep(moment)
         client.signal(signal.SIGINT)
         status = client.wait(20)
         # Before main() has begun, it says nothing: see test_signals.
         assert status == 1 and "error: interrupted" in client.output or \
-            status == 0 and SUCCESS[program] in client.output or \
+            status == 0 and server.entry.success in client.output or \
             not client.output, client.output
         assert not owned_shm_files([client.popen.pid])
 
@@ -356,9 +352,9 @@ def test_nobody_reads(serve, program, provider):
 def test_idle(serve):
     """Servers that wait take less than 5 % of a core."""
     pool = concurrent.futures.ThreadPoolExecutor(8)
-    servers = list(pool.map(lambda which: serve(*which),
-                            sorted({*itertools.product(PROGRAMS, PROVIDERS)} -
-                                   {*REFUSED})))
+    servers = list(pool.map(lambda which: serve(*which), [
+        (program, provider) for program in PROGRAMS for provider in PROVIDERS
+        if provider not in TABLE[program].refused_by]))
 
     def ticks(server):
         with open(f"/proc/{server.process.popen.pid}/stat") as stat:
@@ -382,96 +378,19 @@ def test_idle(serve):
 
 # ---- Arguments ----
 
-ADDRESS = "0200a3c90a0000010000000000000000"
-WRONG = {
-    "no hexadecimal": ["xyz1"],
-    "odd length": [ADDRESS + "0"],
-    "too long": ["00" * 257],
-    "much too long": ["0" * 100000],
-    "empty": [""],
-    "an option": ["--port"],
-    "minus": ["-1"],
-}
-WRONG_TEXT = {
-    "empty text": [ADDRESS, ""],
-    "too long": [ADDRESS, "x" * 65537],
-    "too many": [ADDRESS, "a", "b"],
-}
-WRONG_SIZES = {
-    "zero": [ADDRESS, "0", "8"],
-    "zero pages": [ADDRESS, "4096", "0"],
-    "negative": [ADDRESS, "-8", "8"],
-    "negative pages": [ADDRESS, "8", "-8"],
-    "no multiple of 8": [ADDRESS, "4095", "8"],
-    "no number": [ADDRESS, "4k", "8"],
-    "empty size": [ADDRESS, "", "8"],
-    "fraction": [ADDRESS, "4096", "1.5"],
-    "space": [ADDRESS, " 4096", "1"],
-    "size only": [ADDRESS, "4096"],
-    "enormous": [ADDRESS, "99999999999999999999999", "1"],
-    "overflow": [ADDRESS, str(2**63), "2"],
-    "overflow pages": [ADDRESS, "8", str(2**63)],
-    "does not fit": [ADDRESS, str(8 << 20), "10000"],
-    "too many pages": [ADDRESS, "8", "300000"],
-    "page too large": [ADDRESS, str((16 << 20) + 8), "1"],
-    "too many": [ADDRESS, "8", "8", "8", "8"],
-}
-WRONG_COUNT = {
-    "zero": [ADDRESS, "0"],
-    "negative": [ADDRESS, "-1"],
-    "no number": [ADDRESS, "x"],
-    "fraction": [ADDRESS, "1.5"],
-    "empty count": [ADDRESS, ""],
-    "space": [ADDRESS, " 1"],
-    "too large": [ADDRESS, "1000001"],
-    "overflow": [ADDRESS, str(2**64 + 1)],
-    "too many": [ADDRESS, "1", "1"],
-}
-
-
-WRONG_FILE = {
-    "no file": [ADDRESS],
-    "zero slots": [ADDRESS, "Makefile", "0"],
-    "negative slots": [ADDRESS, "Makefile", "-1"],
-    "no number": [ADDRESS, "Makefile", "x"],
-    "fraction": [ADDRESS, "Makefile", "1.5"],
-    "empty slots": [ADDRESS, "Makefile", ""],
-    "space": [ADDRESS, "Makefile", " 1"],
-    "too many slots": [ADDRESS, "Makefile", "65"],
-    "overflow": [ADDRESS, "Makefile", str(2**64 + 1)],
-    "too many": [ADDRESS, "Makefile", "8", "8"],
-}
-
-
 def client_args(program, address=ADDRESS):
     """The fewest arguments that a client takes."""
-    return [address, "Makefile"] if program == "9_file" else [address]
-
-
-def wrong_arguments(program):
-    wrong = dict(WRONG)
-    if program in ("4_hello", "5_reverse"):
-        wrong.update(WRONG_TEXT)
-    elif program in ("8_malloc", "10_lock"):
-        wrong.update(WRONG_COUNT)
-    elif program == "9_file":
-        # Otherwise, FILE is what is wrong.
-        wrong = {what: [*args, "Makefile"] for what, args in WRONG.items()}
-        wrong.update(WRONG_FILE)
-    else:
-        wrong.update(WRONG_SIZES)
-    if program == "6_write":
-        wrong["repeat"] = [ADDRESS, "8", "8", "8"]
-    if program == "7_queue":
-        wrong["repeat 0"] = [ADDRESS, "8", "8", "0"]
-        wrong["repeat negative"] = [ADDRESS, "8", "8", "-1"]
-        wrong["repeat enormous"] = [ADDRESS, "8", "8", str(2**63)]
-    return wrong
+    return [address, *TABLE[program].least]
 
 
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_wrong_arguments(build, program):
+    # What is wrong with these is the address, and nothing else.
+    wrong = {what: [*args, *TABLE[program].least]
+             for what, args in WRONG_ADDRESSES.items()}
+    wrong.update(TABLE[program].wrong)
+
     def check(case):
         what, args = case
         done = subprocess.run([f"{build}/{program}", *args], cwd=ROOT,
@@ -485,7 +404,7 @@ def test_wrong_arguments(build, program):
 
     # Libraries sleep for 0.2 s before main() begins.
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
-        list(pool.map(check, wrong_arguments(program).items()))
+        list(pool.map(check, wrong.items()))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -552,7 +471,7 @@ def test_event_queue(serve, program):
 
 @pytest.mark.builds("plain")
 @two_providers
-@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_immediate_data(run, build, program, provider):
     """Where a network has no immediate data, server and client say so at once."""
     address = b"fi_shm://1:0:0\0".hex() if provider else ADDRESS

@@ -10,7 +10,7 @@ import xml.etree.ElementTree
 import pytest
 
 import style
-from conftest import ROOT
+from repository import ROOT
 
 SVG = "{http://www.w3.org/2000/svg}"
 FIGURES = [os.path.basename(path) for path in style.figures()]

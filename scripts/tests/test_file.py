@@ -11,18 +11,21 @@ import re
 import resource
 import select
 import signal
-import struct
 import subprocess
 import time
 
 import pytest
 
-from conftest import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, LIBFABRIC_LEAKS,
-                      PROVIDERS, PUT, READY, ROOT, SAVED, SUCCESS, TIME_FACTOR,
-                      FakeServer, FileSender, address_of, base, end, give_up, numbers, put,
-                      sturdy_providers, write_source)
+from fakes import FakeServer, FileSender
+from harness import (BUILD, LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, address_of,
+                     write_source)
+from marks import sturdy_providers
+from messages import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, PUT, SAVED, base, end,
+                      give_up, numbers, put, ready)
+from repository import ROOT
 
 MIB = 1 << 20  # bytes of a chunk
+CLIENTS_AT_A_TIME = 8
 # The checksums of the first chunks of a file of zeros: XXH3_64bits_withSeed of 1 MiB,
 # where the seed is the number of the chunk.
 ZEROS = [0x918780b90550bf34, 0x9d7d2e9aaa03f330, 0x511f3e0f81b878ab,
@@ -82,7 +85,7 @@ def check_all(server, clients):
     """Waits for clients, all of which must succeed."""
     for client in clients:
         assert client.wait() == 0, client.output + server.process.output
-        assert SUCCESS["9_file"] in client.output
+        assert server.entry.success in client.output
         server.check_file(client)
     assert not os.listdir(server.folder)
     assert not server.errors()
@@ -374,6 +377,18 @@ def test_no_permission(serve, run, build):
     server.stop()
 
 
+@pytest.mark.builds("plain")
+def test_longer_than_it_says(serve):
+    """A file of the kernel, which makes it when somebody reads it: 0 bytes, it says."""
+    server = serve("9_file")
+    assert os.path.getsize("/proc/version") == 0
+    error = "the file is longer than it says"
+    check_failure(server.start_client("/proc/version"), error)
+    server.process.wait_for(r"^\[1\] error: the client gives up: " + error)
+    check_empty(server)
+    server.stop()
+
+
 def shrink(file):
     file.truncate(3 * MIB)
 
@@ -462,6 +477,21 @@ def test_file_size_limit(serve):
     check_empty(server)
     assert len(server.errors()) == 1
     server.check_client(str(3 * MIB))
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+@pytest.mark.parametrize("what,error", [("file", r"cannot sync file \d+\.part"),
+                                        ("directory", "cannot sync the directory")])
+def test_disk_that_forgets(serve, what, error):
+    """The kernel has taken the file, but the disk keeps it, or its name, no longer
+    than until the power fails: see reorder.cpp. So it is not saved."""
+    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
+                   REORDER_MS="0", NO_SYNC=what)
+    check_failure(server.start_client("1"),
+                  f"the server says: {error}: Input/output error")
+    check_empty(server)
+    assert len(server.errors()) == 1
     server.stop()
 
 
@@ -639,22 +669,14 @@ def test_bad_message_once(run, serve):
     client = FileSender(run, server)
     client.put(size=9 * MIB, slots=3)
     for message in [base(99)] * 3 + [base(ERROR)] * 4:
-        client.process.write("send " + message.hex())
+        client.process.write(client.send_line(message))
     client.expect("Done|error: waiting")
     assert len(server.errors()) == 1, server.process.output
     check_empty(server)
     server.stop()
 
 
-def ready(slots=4, chunk_size=MIB, size=None):
-    """A READY. The memory is not there."""
-    return base(READY) + struct.pack(
-        "<IQQQQ", slots, chunk_size, 0, slots * chunk_size if size is None else size,
-        1)
-
-
 BAD_ANSWERS = {
-    "empty": [b""],
     "short": [ready()[:-1]],
     "type": [base(99)],
     "no slots": [ready(0)],
@@ -662,7 +684,7 @@ BAD_ANSWERS = {
     "slots huge": [ready(2**32 - 1, MIB, 2**64 - 1)],
     "empty chunks": [ready(4, 0)],
     "large chunks": [ready(4, MIB + 1)],
-    "huge chunks": [ready(4, 2**63, 2**64 - 1)],
+    "huge chunks": [ready(4, 2**32 - 1, 2**64 - 1)],
     "little memory": [ready(size=4 * MIB - 1)],
     "CREDIT before READY": [numbers(CREDIT, 0)],
     "SAVED before READY": [base(SAVED)],
@@ -687,12 +709,12 @@ def test_bad_answers(run, build):
 
     def check(what):
         server = FakeServer(run, build, "9_file", source, "4")
-        assert server.receive_other_than(base(FILE_ALIVE))[:4] == base(PUT)
+        assert server.receive_other_than(FILE_ALIVE)[:8] == base(PUT)
         for message in answers[what]:
             server.send(message, "(sent|failed)")
         if what == "type":
             # The server hears of it.
-            while (message := server.receive())[:4] != base(ERROR):
+            while (message := server.receive())[:8] != base(ERROR):
                 pass
             assert b"bad message" in message
         error = "^error: bad message: "
@@ -714,6 +736,26 @@ def test_many_senders(serve):
     check_all(server, [
         server.start_client(str(number * 700_000), "2", **MESSAGES if number % 3 == 0
                             else {}) for number in range(12)])
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+def test_slow_leavers(run, serve):
+    """Clients that have left keep their places until what they have sent is saved:
+    until then, they cost memory and threads."""
+    server = serve("9_file", SLOW_DISK_MS="3000")
+    client = FileSender(run, server)
+    for number in range(CLIENTS_AT_A_TIME):
+        client.put(b"file %d" % number, size=1)
+        client.send(numbers(CHUNK, 0))
+        client.send(give_up())
+        client.expect("Done")
+        # The last one has to wait until the first one has gone with its file.
+        client.open_session()
+    assert len(os.listdir(server.folder)) < CLIENTS_AT_A_TIME
+    client.send(base(BYE))
+    client.expect("error: the client has left before its file was saved")
+    check_empty(server)
     server.stop()
 
 

@@ -11,9 +11,10 @@ import time
 
 import pytest
 
-from conftest import (BUILD, BYE, JOIN, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, ROOT,
-                      TABLE_ALIVE, TABLE_REPLY, TIME_FACTOR, FakeClient, FakeServer,
-                      base, report)
+from fakes import FakeClient, FakeServer
+from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, TIME_FACTOR
+from messages import BYE, JOIN, TABLE_ALIVE, TABLE_REPLY, alive, base, report
+from repository import ROOT
 
 LEASE = 1  # s
 LOG_SIZE = 1 << 20  # entries
@@ -59,6 +60,8 @@ def test_together(serve, provider):
         for client in clients:
             assert client.wait(3600) == 0, client.output
             assert "Data is correct." in client.output
+        if number == 1:  # there is nobody else to take or end a turn
+            assert turns(client) == [0, 0]
         # Those that are not there at the same time are counted on their own.
         total = 0
         while total < number * COUNT:
@@ -110,7 +113,7 @@ def test_holder_that_goes(serve, provider, signum):
     other.wait_for("FETCH-AND-ADD and WRITE")
     holder.signal(signum)
     assert other.wait() == 0, other.output
-    assert turns(other)[1] == 1
+    assert turns(other) == [0, 1]
     assert other.seconds > LEASE
     holder.signal(signal.SIGKILL)
     holder.wait()
@@ -191,9 +194,9 @@ class Vandal(FakeClient):
         self.open_session()
         self.send(base(JOIN))
         message = self.receive()
-        assert message[:4] == base(TABLE_REPLY)
+        assert message[:8] == base(TABLE_REPLY)
         self.client, self.seat, self.addr, self.size, self.key = struct.unpack_from(
-            "<2I4x3Q", message, 4)
+            "<2I3Q", message, 8)
 
     def write(self, offset, *words):
         data = struct.pack(f"<{len(words)}Q", *words)
@@ -207,7 +210,7 @@ class Vandal(FakeClient):
         self.expect("Done")
 
 
-TICKETS, TURN, LEDGERS = 0, 128, 192  # where these are in the memory
+TICKETS, LOCK_TICKETS, TURN, LEDGERS = 0, 64, 128, 192  # places in the memory
 LEDGER_SIZE = 8 * (1 + CLIENTS_AT_A_TIME)
 RECORDS = 1344
 
@@ -240,6 +243,30 @@ def test_the_server_finds(run, serve, wrong):
     server.stop()
 
 
+@pytest.mark.builds("plain")
+def test_long_queue(run, serve):
+    """A lease is over if the turn has not changed for that long. How long a client has
+    waited for the turns of others does not matter."""
+    server = serve("10_lock", "shm")
+    vandal = Vandal(run, server)
+    before = 5
+    vandal.write(LOCK_TICKETS, before)
+    began, longest = time.monotonic(), 0
+    client = server.start_client("1")
+    client.wait_for("FETCH-AND-ADD and WRITE")
+    for ticket in range(1, before + 1):
+        earlier, began = began, time.monotonic()
+        vandal.write(TURN, ticket * 256)
+        longest = max(longest, time.monotonic() - earlier)
+        time.sleep(0.4 * LEASE)
+    assert client.wait() == 0, client.output
+    # On a machine that stands still, a turn may be over indeed.
+    assert turns(client) == [0, 0] or longest > LEASE
+    vandal.leave(entries=0)
+    assert check_left(server)[:2] == [1, 1]
+    server.stop()
+
+
 @pytest.mark.builds("sanitized")
 def test_unfinished(run, serve):
     """One thing that a client leaves unfinished is no fault, if it has not come to its
@@ -258,7 +285,7 @@ def test_seats(run, serve):
     later get the seats, the keys and the ledgers of those before them."""
     server = serve("10_lock")
     staying = Vandal(run, server)
-    with staying.saying(base(TABLE_ALIVE)):
+    with staying.saying(alive()):
         for _ in range(3):
             clients = [server.start_client("20") for _ in range(4)]
             for client in clients:
@@ -294,15 +321,15 @@ def test_clients_find(run, serve):
 
 @pytest.mark.builds("sanitized")
 @pytest.mark.parametrize("reply", [
-    struct.pack("<2I4x4Q", 1, 8, 4096, 1 << 20, 1, 0),
-    struct.pack("<2I4x4Q", 1, 0, 4096, 1 << 20, 1, 0), b"", bytes(9)],
+    struct.pack("<2I4Q", 1, 8, 4096, 1 << 20, 1, 0),
+    struct.pack("<2I4Q", 1, 0, 4096, 1 << 20, 1, 0), b"", bytes(9)],
     ids=["seat", "size", "empty", "short"])
 def test_bad_replies(run, build, reply):
     """A client does not join a server whose memory is not as it knows it."""
     server = FakeServer(run, build, "10_lock")
-    assert server.receive_other_than(base(TABLE_ALIVE))[:4] == base(JOIN)
+    assert server.receive_other_than(TABLE_ALIVE)[:8] == base(JOIN)
     server.send(base(TABLE_REPLY) + reply)
-    assert server.receive_other_than(base(TABLE_ALIVE)) == base(BYE)
+    assert server.receive_other_than(TABLE_ALIVE) == base(BYE)
     assert server.client.wait(30) == 1
     assert re.search(r"error: bad message: ", server.client.output)
 

@@ -12,9 +12,12 @@ import time
 
 import pytest
 
-from conftest import (ACCEPT, ALIVE, BYE, FREE, LIBFABRIC_LEAKS, MALLOC, PROVIDERS,
-                      REPLY, ROOT, SHORT, USAGE, Borrower, FakeServer, base, request,
-                      sturdy_providers)
+from fakes import Borrower, FakeServer
+from harness import LIBFABRIC_LEAKS, PROVIDERS
+from marks import sturdy_providers
+from messages import (ACCEPT, ALIVE, BYE, FREE, MALLOC, USAGE, alive, base, reply,
+                      request)
+from repository import ROOT
 
 POOL = 256 << 20  # bytes
 ALIGN = 64  # bytes
@@ -126,7 +129,7 @@ def test_refusals(run, serve, provider):
     client.give_back(everything)
     assert other.leave() == client.leave() == WHOLE
     assert not server.errors()
-    server.check_client(*SHORT["8_malloc"])
+    server.check_client(*server.entry.short)
     server.stop()
 
 
@@ -138,7 +141,7 @@ def test_a_bad_end(run, serve):
     client, other = Borrower(run, server), Borrower(run, server)
     other.borrow(64)
     client.borrow(100 << 20)
-    client.send(b"x")
+    client.send(base(99))
     client.expect("error: bad message: ")
     assert server.pool_line(client.number).startswith(
         "the pool lends 64 bytes in 1 pieces")
@@ -156,21 +159,24 @@ def test_flood(run, serve, provider):
     client = Borrower(run, server)
     # libfabric keeps some of what it has needed for a later use.
     for number in 2, 3:
-        server.check_client(*SHORT["8_malloc"])
+        server.check_client(*server.entry.short)
         server.pool_line(number)
     before = server.memory()
     already = len(client.process.lines)
     for _ in range(200):
-        client.process.write("send " + request(MALLOC, ALIGN).hex())
+        client.process.write(client.send_line(request(MALLOC, ALIGN)))
     client.process.wait_for("^sent", 30, count=200, after=already)
-    other = server.check_client(*SHORT["8_malloc"])
+    other = server.check_client(*server.entry.short)
     assert other.seconds < 8
-    server.pool_line(4)
+    pieces = int(re.search(r" in (\d+) pieces", server.pool_line(4))[1])
+    # tcp takes the answers, which its sender does not know of. Over shm of libfabric
+    # 1.17 they wait for it, and the server waits with what it asks for next.
+    assert provider != "shm" or "net" not in PROVIDERS or pieces <= 2
     assert server.memory() < before + 50000
     client.process.signal(signal.SIGKILL)
     client.process.wait()
     check_whole(server)
-    server.check_client(*SHORT["8_malloc"])
+    server.check_client(*server.entry.short)
     server.stop()
 
 
@@ -200,9 +206,9 @@ def test_stopped_client(run, serve):
     """A client that is stopped while it has pieces. They come back after the limit
     of 10 s. One that says no more than that it is alive keeps its piece."""
     server = serve("8_malloc")
-    alive = Borrower(run, server)
-    alive.borrow(64)
-    with alive.saying(base(ALIVE)):
+    living = Borrower(run, server)
+    living.borrow(64)
+    with living.saying(alive()):
         client = server.start_client("64")
         client.wait_for("Borrowed")
         client.signal(signal.SIGSTOP)
@@ -213,7 +219,7 @@ def test_stopped_client(run, serve):
     client.signal(signal.SIGCONT)
     assert client.wait(30) == 1, client.output
     assert "error: " in client.output
-    assert alive.leave() == WHOLE
+    assert living.leave() == WHOLE
     assert len(server.errors()) == 1
     server.stop()
 
@@ -254,17 +260,12 @@ def test_interrupted(serve, provider):
     server.stop()
 
 
-def reply(error=b"", addr=0, size=0, key=0, lent=0):
-    """The answer of a server."""
-    return base(REPLY) + struct.pack("<108s4Q", error, addr, size, key, lent)
-
-
 # Answers to a MALLOC, by what the client then says.
 BAD_ANSWERS = {
     "the server refuses: no": reply(b"no"),
-    "the server refuses: x{107}": reply(b"x" * 108),
-    "bad message: 143 bytes of type 7": reply(lent=2**64 - 1)[:-1],
-    "bad message: 144 bytes of type 2": base(ACCEPT) + reply()[4:],
+    "the server refuses: x{103}": reply(b"x" * 104),
+    "bad message: 143 bytes of type 9": reply(lent=2**64 - 1)[:-1],
+    "bad message: 144 bytes of type 2": base(ACCEPT) + reply()[8:],
     "bad message: a piece of another size": reply(size=1),
     "(WRITE|an operation) failed: .*": None,  # the piece is nowhere
 }
@@ -283,11 +284,11 @@ def test_bad_answers(run, build, provider):
 
     def check(error):
         server = FakeServer(run, build, "8_malloc", "1", provider=provider)
-        message = server.receive_other_than(base(ALIVE))
-        type_, size = struct.unpack_from("<I4xQ", message)
-        assert type_ == MALLOC
+        message = server.receive_other_than(ALIVE)
+        assert message[:8] == base(MALLOC)
+        (size,) = struct.unpack_from("<Q", message, 8)
         server.send(answers[error] or reply(addr=8, size=size, key=99, lent=size))
-        assert server.receive_other_than(base(ALIVE)) == base(BYE), error
+        assert server.receive_other_than(ALIVE) == base(BYE), error
         assert server.client.wait(10) == 1
         assert re.search(f"\nerror: {error}\n$", server.client.output), \
             server.client.output

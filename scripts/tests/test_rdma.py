@@ -9,29 +9,22 @@ import time
 
 import pytest
 
-from conftest import (BYE, OVER_VERBS, PROGRAMS, QUICK, SUCCESS, FakeClient, base,
-                      is_here)
+from fakes import FakeClient
+from harness import OVER_VERBS, PROGRAMS, is_here
+from messages import BYE, base
+from table import TABLE
 
 VERBS = "verbs;ofi_rxm"
 pytestmark = [
     pytest.mark.builds("plain"),
     pytest.mark.skipif(not is_here(VERBS), reason="there is no RDMA device here; "
                        "make test-rdma brings one")]
-# iWARP has no immediate data, so 6 and 7 refuse to run.
+# iWARP has no immediate data, so what needs that refuses to run.
 IWARP = OVER_VERBS == "siw"
 RUNNING = [program for program in PROGRAMS
-           if not (IWARP and program in ("6_write", "7_queue"))]
+           if not (IWARP and TABLE[program].imm_data)]
 with_imm_data = pytest.mark.skipif(IWARP, reason="iWARP has no immediate data")
 MANY = 3000  # more messages than anybody has RECVs for, and less than a pipe holds
-SIZES = {
-    "4_hello": [["x"], ["x" * 65536]],
-    "5_reverse": [["x"], ["0123456789" * 6000]],
-    "6_write": [["8", "1"], ["64", "1000"], ["1048576", "32"]],
-    "7_queue": [["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
-    "8_malloc": [["1"], ["200"]],
-    "9_file": [["0"], ["1"], ["1048577", "1"], ["30000000", "8"]],
-    "10_lock": [["1"], ["300"]],
-}
 
 
 @pytest.mark.parametrize("program", RUNNING)
@@ -40,7 +33,7 @@ def test_data_over_verbs(serve, program):
     server = serve(program, VERBS)
     assert re.search(r"^domain: \w+, .*provider: verbs;ofi_rxm\b",
                      server.process.output, re.M)
-    for args in SIZES[program]:
+    for args in server.entry.sizes:
         server.check_client(*args)
     assert not server.errors()
     server.stop()
@@ -49,17 +42,17 @@ def test_data_over_verbs(serve, program):
 @pytest.mark.parametrize("program", RUNNING)
 def test_clients_at_once(serve, program):
     server = serve(program, VERBS)
-    clients = [server.start_client(*QUICK.get(program, [])) for _ in range(4)]
+    clients = [server.start_client(*server.entry.quick) for _ in range(4)]
     for client in clients:
         assert client.wait() == 0, client.output + server.process.output
-        assert SUCCESS[program] in client.output
+        assert server.entry.success in client.output
         server.check_file(client)
     assert not server.errors()
     server.stop()
 
 
 @pytest.mark.skipif(not IWARP, reason="this device has immediate data")
-@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_iwarp_is_refused(run, build, program):
     server = run([f"{build}/{program}"], VERBS)
     assert server.wait() == 1
@@ -90,11 +83,11 @@ def test_message_after_bye(run, serve, program):
     for _ in range(8):
         client = FakeClient(run, server)
         client.open_session()
-        client.process.write("\n".join(2 * ["send " + base(BYE).hex()]))
+        client.process.write("\n".join(2 * [client.send_line(base(BYE))]))
         client.expect("Done")
         client.process.signal(signal.SIGKILL)
         client.process.wait()
-    server.check_client(*QUICK.get(program, []))
+    server.check_client()
     server.stop()
 
 

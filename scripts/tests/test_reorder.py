@@ -7,7 +7,9 @@ import re
 
 import pytest
 
-from conftest import BUILD, ROOT
+from harness import BUILD, PROGRAMS
+from repository import ROOT
+from table import TABLE
 
 # A library to be loaded first gets along with no sanitizer.
 pytestmark = pytest.mark.builds("plain")
@@ -19,9 +21,8 @@ DELAY = 300
 LATE_WRITES = {**PRELOAD, "REORDER_MS": str(DELAY)}
 LATE_COMPLETIONS = {**PRELOAD, "REORDER_MS": "0",
                     "REORDER_COMPLETIONS_MS": str(DELAY)}
-# All WRITEs but the last are in flight at the same time. Each page is written once:
-# otherwise a WRITE that comes too late would find its data in place already.
-ONCE = {"6_write": ["65536", "20"], "7_queue": ["65536", "100", "1"]}
+each_program = pytest.mark.parametrize(
+    "program", [p for p in PROGRAMS if TABLE[p].once])
 
 
 def check_last_line(server, delay):
@@ -35,24 +36,24 @@ def check_last_line(server, delay):
 
 
 @two_providers
-@pytest.mark.parametrize("program", ONCE)
+@each_program
 def test_late_writes(serve, program, provider):
     """The WRITE that says that all pages are there overtakes every other one. So
     the server must not post it before the others have completed."""
     server = serve(program, provider, **LATE_WRITES)
-    server.check_client(*ONCE[program], LD_PRELOAD="")
+    server.check_client(*server.entry.once, LD_PRELOAD="")
     check_last_line(server, DELAY)
     assert not server.errors()
     server.stop()
 
 
 @two_providers
-@pytest.mark.parametrize("program", ONCE)
+@each_program
 def test_late_completions(serve, program, provider):
     """The client sees the last WRITE and says BYE before the server sees the
     completion of that WRITE. The server reports the whole transfer all the same."""
     server = serve(program, provider, **LATE_COMPLETIONS)
-    server.check_client(*ONCE[program], LD_PRELOAD="")
+    server.check_client(*server.entry.once, LD_PRELOAD="")
     check_last_line(server, DELAY)
     assert not server.errors()
     server.stop()

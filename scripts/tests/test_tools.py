@@ -6,19 +6,20 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import time
 
 import pytest
 
-import conftest
+import fuzz
 import mutants
-from conftest import PROGRAMS, ROOT, SUCCESS, make, number, numbered, parent
+from harness import PROGRAMS, Process
+from repository import ROOT, make, number, numbered, parent, programs
+from table import TABLE, Entry
 
-# How much a step may do to what it shares with the program that it is based on: the
-# lines of that which it removes, in percent; and, for a program that replaces the
-# application, and drops whole sections, the lines that it adds before its own.
+# How many of its parent's lines a step may remove, in percent; for a program that
+# replaces the application, and drops whole sections, see Entry.most_added.
 MOST_REMOVED = 8
-MOST_ADDED = {"8_malloc": 45, "9_file": 45, "10_lock": 100}
 
 
 # What `make help` says about CUDA.
@@ -27,6 +28,11 @@ CUDA_IS_HERE = "(now: none)" not in make("help")
 
 def scratch_make(tmp_path, *arguments, **env):
     return make(f"BUILD={tmp_path}/build", *arguments, **env)
+
+
+def uses(text, program):
+    with open(f"{ROOT}/src/{program}.cpp") as file:
+        return text in file.read()
 
 
 @pytest.mark.parametrize("compiler,cuda", [
@@ -39,14 +45,9 @@ def test_builds(tmp_path, compiler, cuda):
         pytest.skip(f"{compiler} is not here")
     if compiler == "g++" and not CUDA_IS_HERE:
         pytest.skip("without CUDA, scripts/test.sh has built the same")
-    programs = PROGRAMS
-    if cuda:
-        programs = subprocess.run(
-            ["grep", "-l", "USE_CUDA", "-r", "src"], cwd=ROOT, check=True, text=True,
-            capture_output=True).stdout.split()
-        programs = [os.path.basename(path).removesuffix(".cpp") for path in programs]
-    scratch_make(tmp_path, f"CXX={compiler}", "CXXFLAGS=-O0", *cuda, *programs)
-    for program in programs:
+    names = [program for program in PROGRAMS if not cuda or uses("USE_CUDA", program)]
+    scratch_make(tmp_path, f"CXX={compiler}", "CXXFLAGS=-O0", *cuda, *names)
+    for program in names:
         done = subprocess.run([tmp_path / "build" / program, "--help"],
                               check=False, capture_output=True)
         assert done.returncode == 0
@@ -91,7 +92,6 @@ FAKE_COMPILER = """\
 [ "${!#}" != - ] || { ! grep -qF "<$MISSING>"; exit; }
 while [ $# -gt 0 ]; do [ "$1" != -o ] || touch "$2"; shift; done
 """
-USE_XXHASH = ["9_file", "10_lock"]
 
 
 @pytest.fixture
@@ -117,9 +117,11 @@ def test_make_without_xxhash(make_without):
     only for somebody who asks for that program."""
     status, built, error = make_without("xxhash.h")
     assert status == 0
-    assert built == [p for p in PROGRAMS if p not in USE_XXHASH]
-    assert re.fullmatch("not built: 9_file 10_lock; xxHash is missing .*libxxhash-dev.*"
+    left_out = [program for program in PROGRAMS if uses("<xxhash.h>", program)]
+    assert left_out and built == [p for p in PROGRAMS if p not in left_out]
+    said = re.fullmatch("not built: (.*); xxHash is missing .*libxxhash-dev.*"
                         r"xxhash-devel.*install-deps\.sh.*\n", error)
+    assert {*left_out} <= {*said[1].split()}
     status, built, error = make_without("xxhash.h", "9_file")
     assert status == 2 and "9_file" not in built
     assert re.fullmatch(r".*\*\*\* xxHash is missing .*libxxhash-dev.*\n", error)
@@ -143,8 +145,9 @@ def test_make_with_everything(make_without):
 
 def test_help_and_diff():
     output = make("help")
-    for target in ["make demo", "make test", "make bench", "make bench-file",
-                   "make diff-7", "make exercise-4", "make book", "make figures", "make clean"]:
+    for target in ["make demo", "make test", "make mutants", "make fuzz", "make bench",
+                   "make bench-file", "make diff-7", "make exercise-4", "make book",
+                   "make figures", "make clean"]:
         assert target in output
     for program in PROGRAMS[1:]:
         output = make(f"diff-{number(program)}")
@@ -152,7 +155,7 @@ def test_help_and_diff():
         assert f"+++ b/src/{program}.cpp" in output
         # What is shared comes first, where the application is another one.
         headings = re.findall("^==== ([12])", output, re.M)
-        assert headings == (["1", "2"] if program in MOST_ADDED else [])
+        assert headings == (["1", "2"] if TABLE[program].most_added else [])
     assert "first program" in make("diff-4")
 
 
@@ -199,12 +202,12 @@ def diff(tmp_path):
     for name in ["common.sh", "diff.sh"]:
         shutil.copy(f"{ROOT}/scripts/{name}", tmp_path / "scripts")
 
-    def run(number, **programs):
-        for name, text in programs.items():
+    def run(number, **sources):
+        for name, text in sources.items():
             (tmp_path / f"src/{name[1:]}.cpp").write_text(text)
+        names = numbered(tmp_path / "src", ".cpp")
         return subprocess.run(
-            ["scripts/diff.sh", str(number), *numbered(tmp_path / "src", ".cpp")],
-            cwd=tmp_path, check=False, text=True, capture_output=True)
+            ["scripts/diff.sh", str(number), *names], cwd=tmp_path, check=False, text=True, capture_output=True)
     return run
 
 
@@ -300,15 +303,14 @@ PACKAGES = {
         "python3-pytest python3-pytest-xdist iproute libfabric iperf3 socat",
     ("dnf", "figures"): "chromium liberation-sans-fonts nodejs-npm",
     ("apt-get", "book"):
-        "python3-markdown-it python3-mdit-py-plugins python3-pygments python3-pytest "
-        "git mandoc",
+        "python3-markdown-it python3-mdit-py-plugins python3-pygments git mandoc",
     ("dnf", "book"):
-        "python3-markdown-it-py python3-mdit-py-plugins python3-pygments python3-pytest "
-        "git mandoc",
+        "python3-markdown-it-py python3-mdit-py-plugins python3-pygments git mandoc",
     ("apt-get", "browser"):
-        "python3-selenium chromium fonts-liberation chromium-driver npm",
+        "python3-pytest python3-selenium chromium fonts-liberation chromium-driver npm",
     ("dnf", "browser"):
-        "python3-selenium chromium liberation-sans-fonts chromedriver nodejs-npm",
+        "python3-pytest python3-selenium chromium liberation-sans-fonts chromedriver "
+        "nodejs-npm",
 }
 
 
@@ -337,10 +339,11 @@ def test_step(tmp_path, program):
     removes anything; one that replaces the application may drop what it has no use
     for, but hardly adds anything to the rest."""
     before = parent(program)
+    most_added = TABLE[program].most_added
     for name in before, program:
         with open(f"{ROOT}/src/{name}.cpp") as file:
             text = file.read()
-        if program in MOST_ADDED:
+        if most_added:
             text, heading, _ = text.partition("\n// The application\n")
             assert heading, f"src/{name}.cpp has no section `// The application`"
         (tmp_path / name).write_text(text)
@@ -348,28 +351,28 @@ def test_step(tmp_path, program):
         ["git", "diff", "--no-index", "--numstat", "--patience", before, program],
         cwd=tmp_path, text=True, capture_output=True, check=False)
     added, removed = map(int, done.stdout.split()[:2] or (0, 0))
-    if program in MOST_ADDED:
-        assert added <= MOST_ADDED[program], f"{added} lines added to {before}"
+    if most_added:
+        assert added <= most_added, f"{added} lines added to {before}"
     else:
         total = len((tmp_path / before).read_text().splitlines())
         assert removed <= MOST_REMOVED / 100 * total, (
             f"{removed} of the {total} lines of {before} removed")
 
 
-def what_is_missing(root, tables):
+def what_is_missing(root, table, sessions):
     """What programs lack, and what there is for programs that do not exist, one
-    message each. The tables are those of conftest.py, by name."""
-    programs = numbered(f"{root}/src", ".cpp")
+    message each. The table is that of table.py, the sessions are those of fuzz.py."""
+    there = programs(root)
     messages = []
 
     def each(names, path):
         """For each program its own, and nothing else."""
         messages.extend(f"{path(program)} is missing: {program} needs it"
-                        for program in programs if program not in names)
+                        for program in there if program not in names)
         messages.extend(f"{path(name)}: there is no src/{name}.cpp"
-                        for name in names if name not in programs)
+                        for name in names if name not in there)
 
-    numbers = [number(program) for program in programs]
+    numbers = [number(program) for program in there]
     messages += [f"src/: two programs have the number {n}"
                  for n in sorted(set(numbers)) if numbers.count(n) > 1]
     each([name for name in numbered(f"{root}/chapters", ".md") if number(name) >= 4],
@@ -377,7 +380,19 @@ def what_is_missing(root, tables):
     each(numbered(f"{root}/scripts/exercises", ".patch"),
          "scripts/exercises/{}.patch".format)
     each(numbered(f"{root}/scripts/breaks", ".patch"), "scripts/breaks/{}.patch".format)
-    each(tables["SUCCESS"], "SUCCESS[{!r}] in scripts/tests/conftest.py".format)
+    fields = ", ".join(name for name in Entry._fields
+                       if name not in Entry._field_defaults)
+    messages += [f"TABLE[{program!r}] in scripts/tests/table.py is missing: no test "
+                 f"runs {program} without an Entry; it needs at least: {fields}"
+                 for program in there if program not in table]
+    messages += [f"TABLE[{name!r}] in scripts/tests/table.py: there is no "
+                 f"src/{name}.cpp" for name in table if name not in there]
+    messages += [f"SESSIONS[{name!r}] in scripts/tests/fuzz.py is missing: {name} "
+                 "needs it" for name in table
+                 if table[name].bad_sessions and name not in sessions]
+    messages += [f"SESSIONS[{name!r}] in scripts/tests/fuzz.py: no such program has "
+                 "sessions" for name in sessions
+                 if name not in table or not table[name].bad_sessions]
     exercises = [name.removeprefix("exercise_") for name in
                  numbered(f"{root}/scripts/exercises", ".py")
                  if name.startswith("exercise_")]
@@ -385,17 +400,18 @@ def what_is_missing(root, tables):
                  for n in numbers if str(n) not in exercises]
     messages += [f"scripts/exercises/exercise_{n}.py: no program has this number"
                  for n in exercises if n not in map(str, numbers)]
-    # These need not have an entry for each.
-    messages += [f"{table}[{name!r}] in scripts/tests/conftest.py: there is no "
-                 f"src/{name}.cpp" for table in ["QUICK", "SHORT"]
-                 for name in tables[table] if name not in programs]
     return messages
 
 
 def test_every_program_has_everything():
-    """The tests find programs in src/. This tells what one still lacks."""
-    messages = what_is_missing(ROOT, vars(conftest))
+    """The tests find programs in src/. This tells what one still lacks, and the
+    others do without what it lacks."""
+    messages = what_is_missing(ROOT, TABLE, fuzz.SESSIONS)
     assert not messages, "\n".join(messages)
+
+
+def an_entry(**kwargs):
+    return Entry(success="", long=[], wrong={}, sizes=[], **kwargs)
 
 
 @pytest.mark.parametrize("path,message", [
@@ -403,7 +419,8 @@ def test_every_program_has_everything():
         "chapters/10_lock.md is missing: 10_lock needs it",
         "scripts/exercises/10_lock.patch is missing: 10_lock needs it",
         "scripts/breaks/10_lock.patch is missing: 10_lock needs it",
-        "SUCCESS['10_lock'] in scripts/tests/conftest.py is missing: 10_lock needs it",
+        "TABLE['10_lock'] in scripts/tests/table.py is missing: no test runs 10_lock "
+        "without an Entry; it needs at least: success, long, wrong, sizes",
         "scripts/exercises/exercise_10.py is missing: its program needs it"]),
     ("src/4_twin.cpp", ["src/: two programs have the number 4"]),
     ("chapters/10_lock.md", ["chapters/10_lock.md: there is no src/10_lock.cpp"]),
@@ -414,61 +431,108 @@ def test_every_program_has_everything():
      ["scripts/exercises/10_lock.patch: there is no src/10_lock.cpp"]),
     ("scripts/breaks/10_lock.patch",
      ["scripts/breaks/10_lock.patch: there is no src/10_lock.cpp"]),
-    ("", ["SUCCESS['10_lock'] in scripts/tests/conftest.py: there is no "
-          "src/10_lock.cpp",
-          "QUICK['10_lock'] in scripts/tests/conftest.py: there is no "
-          "src/10_lock.cpp"]),
+    ("", ["TABLE['10_lock'] in scripts/tests/table.py: there is no src/10_lock.cpp",
+          "SESSIONS['10_lock'] in scripts/tests/fuzz.py is missing: 10_lock needs it"]),
 ])
 def test_finds_what_is_missing(tmp_path, path, message):
-    tables = {"SUCCESS": {"4_hello": ""}, "QUICK": {}, "SHORT": {}}
+    table = {"4_hello": an_entry()}
     for name in ["src/4_hello.cpp", "chapters/4_hello.md",
                  "scripts/exercises/exercise_4.py", "scripts/exercises/conftest.py",
                  "scripts/exercises/4_hello.patch", "scripts/breaks/4_hello.patch"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
-    assert what_is_missing(tmp_path, tables) == []
+    assert what_is_missing(tmp_path, table, {}) == []
     if path:
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).touch()
     else:
-        tables["SUCCESS"]["10_lock"] = ""
-        tables["QUICK"]["10_lock"] = []
-    assert what_is_missing(tmp_path, tables)[:len(message) or 1] == message
+        table["10_lock"] = an_entry(bad_sessions={"empty": [b""]})
+    assert what_is_missing(tmp_path, table, {})[:len(message) or 1] == message
 
 
 def test_last_line_is_waited_for(run, monkeypatch):
     """A program that has ended may have printed more than has been read so far."""
-    read = conftest.Process._read
+    read = Process._read
 
     def read_late(process):
         time.sleep(0.3)
         read(process)
 
-    monkeypatch.setattr(conftest.Process, "_read", read_late)
+    monkeypatch.setattr(Process, "_read", read_late)
     run(["echo", "the last line"]).wait_for("last line")
     with pytest.raises(AssertionError, match=r"ended:\s+the last line"):
         run(["echo", "the last line"]).wait_for("another")
+
+
+WARNING_TEST = '''
+import pytest
+
+SAY = "echo 'domain: lo, fabric: f, provider: tcp;ofi_rxm'; echo '{}'"
+
+@pytest.mark.parametrize("said", [
+    "warning: fi_close: Device or resource busy", "[1] warning: other",
+    "libfabric:1:core:core:fi_getinfo():1:<warn> text", "no warning: here"])
+@pytest.mark.parametrize("sh", ["exit", "exec sleep 60"])
+def test_plain(run, said, sh):
+    run(["sh", "-c", SAY.format(said) + "; " + sh]).wait_for("[a-z]$", count=2)
+
+@pytest.mark.may_warn("fi_close: Device or resource busy", "tcp;ofi_rxm", "sh")
+@pytest.mark.parametrize("said", [
+    "warning: fi_close: Device or resource busy", "warning: fi_close: Other"])
+def test_expected(run, said):
+    run(["sh", "-c", SAY.format(said)]).wait()
+
+@pytest.mark.may_warn("fi_close: Device or resource busy", "shm", "sh")
+@pytest.mark.may_warn("fi_close: Device or resource busy", "tcp;ofi_rxm", "5_reverse")
+def test_other(run):
+    run(["sh", "-c", SAY.format("warning: fi_close: Device or resource busy")]).wait()
+'''
+
+
+def test_warnings_are_failures(tmp_path):
+    """Those of our programs, unless a test says that there may be one."""
+    (tmp_path / "conftest.py").symlink_to(f"{ROOT}/scripts/tests/conftest.py")
+    (tmp_path / "test_warnings.py").write_text(WARNING_TEST)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider",
+         tmp_path], cwd=tmp_path, check=False, text=True, capture_output=True,
+        env={**os.environ, "COLUMNS": "500"})
+    assert done.stdout.splitlines()[-1].startswith("11 passed, 6 errors in"), done.stdout
+    failed = re.findall(r"^ERROR .*::(.*) - ", done.stdout, re.M)
+    assert failed == [
+        *(f"test_plain[{sh}-{said}]" for sh in ["exit", "exec sleep 60"] for said in [
+            "warning: fi_close: Device or resource busy", "[1] warning: other"]),
+        "test_expected[warning: fi_close: Other]", "test_other"]
 
 
 @pytest.mark.parametrize("name", mutants.MUTANTS)
 def test_mutants(name):
     """Each still breaks something, and names tests that are there. Whether these
     notice, `make mutants` tells."""
-    mutant = mutants.MUTANTS[name]
-    with open(f"{ROOT}/src/{mutant.program}.cpp") as file:
-        assert file.read().count(mutant.old) == 1
-    test_file, _, names = mutant.tests.partition(" ")
-    with open(f"{ROOT}/scripts/tests/{test_file}") as file:
-        assert f"def {names.split()[0]}" in file.read()
+    messages = list(mutants.faults(mutants.MUTANTS[name]))
+    assert not messages, "\n".join(messages)
+
+
+def test_faulty_mutants():
+    """Lines that are not there, that are there twice, or that no test is about."""
+    mutant = mutants.MUTANTS["silence"]
+    for change, message in [
+            ({"old": "no such line"}, "'no such line' occurs 0 times in src/5_"),
+            ({"old": "return;"}, "'return;' occurs "),
+            ({"new": mutant.old}, "it changes nothing"),
+            ({"tests": "test_no.py test_x"}, "there is no scripts/tests/test_no.py"),
+            ({"tests": "test_tools.py test_absent"},
+             "scripts/tests/test_tools.py has no test_absent")]:
+        messages = list(mutants.faults(mutant._replace(**change)))
+        assert len(messages) == 1 and messages[0].startswith(message), messages
 
 
 def test_source_format():
-    for folder, _, names in os.walk(f"{ROOT}/src"):
-        for name in names:
-            with open(os.path.join(folder, name)) as file:
-                for number, line in enumerate(file, 1):
-                    assert len(line.rstrip("\n")) <= 80, (name, number)
-                    assert line == line.rstrip() + "\n", (name, number)
+    for name in programs():
+        with open(f"{ROOT}/src/{name}.cpp") as file:
+            for at, line in enumerate(file, 1):
+                assert len(line.rstrip("\n")) <= 80, (name, at)
+                assert line == line.rstrip() + "\n", (name, at)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -476,7 +540,7 @@ def test_demo(program):
     output = make("demo", CHAPTER=program)
     lines = output.splitlines()
     assert any(line.startswith("server | ") for line in lines)
-    assert any(line.startswith("client | ") and SUCCESS[program] in line
+    assert any(line.startswith("client | ") and TABLE[program].success in line
                for line in lines)
     # 9_file saves the file somewhere else.
     assert not os.path.exists(f"{ROOT}/demo.bin")

@@ -9,7 +9,8 @@ import subprocess
 
 import pytest
 
-from conftest import PROGRAMS, ROOT
+from harness import PROGRAMS
+from repository import ROOT
 
 pytestmark = pytest.mark.skipif(shutil.which("clang++") is None,
                                 reason="clang++ is not here")

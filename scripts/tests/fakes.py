@@ -1,0 +1,220 @@
+"""Clients and servers that send whatever bytes a test makes up."""
+
+import contextlib
+import random
+import re
+import struct
+import threading
+import time
+
+from harness import BUILD, provider_in
+from messages import (ACCEPT, BYE, CONNECT, CREDIT, ERROR, FILE_ALIVE, FREE, MALLOC,
+                      READY, REPLY, WAIT, address_message, base, give_up, put,
+                      read_address, read_reply, request, type_and_nonce, with_nonce)
+
+
+def new_nonce():
+    """Each session has its own. 0 is that of the listener."""
+    return random.randrange(1, 2**32)
+
+
+class FakeClient:
+    """Speaks to a server by scripts/tests/sender.cpp."""
+
+    def __init__(self, run, server):
+        self.server = server
+        self.number = None
+        self.session = None  # the address of the endpoint that serves this client
+        self.process = run([f"{BUILD}/sender", server.address],
+                           provider_in(server.process.output), stdin=-1)
+        # Without sessions, a message is a text, and begins with no type and nonce.
+        self.nonce = new_nonce() if server.entry.bad_sessions else None
+        self.address = bytes.fromhex(
+            self.process.wait_for(r"address ([0-9a-f]+)\n").group(1))
+
+    def command(self, line, answer):
+        already = len(self.process.lines)
+        self.process.write(line)
+        return self.process.wait_for("^" + answer, 30, after=already)
+
+    def send(self, message, answer="sent", as_it_is=False):
+        """Sends a message with the nonce of this session, or as it is."""
+        self.command(self.send_line(message, as_it_is), answer)
+
+    def send_line(self, message, as_it_is=False):
+        """The command that sends it."""
+        if self.nonce is not None and not as_it_is:
+            message = with_nonce(message, self.nonce)
+        return "send " + message.hex()
+
+    @contextlib.contextmanager
+    def saying(self, message):
+        """Sends a message every second, however long the test takes."""
+        stop, failures = threading.Event(), []
+
+        def say():
+            try:
+                while not stop.wait(1):
+                    self.send(message)
+            except AssertionError as error:
+                failures.append(error)
+
+        thread = threading.Thread(target=say, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            thread.join()
+        assert not failures, failures[0]
+
+    def peer(self, hex_address):
+        self.process.write("peer " + hex_address)
+
+    def receive_any(self):
+        return bytes.fromhex(self.command("wait", "received (.*)")[1])
+
+    def receive(self):
+        """Returns the next message of this session, without its nonce, and ignores what
+        is left of earlier ones."""
+        while True:
+            message = self.receive_any()
+            if type_and_nonce(message)[1] == self.nonce:
+                return with_nonce(message, 0)
+
+    def connect(self, address=None, addr_size=None):
+        """A CONNECT, by default with our own address."""
+        return address_message(CONNECT, self.address if address is None else address,
+                               addr_size, nonce=self.nonce)
+
+    def open_session(self):
+        """Sends a CONNECT, and whatever comes next to the address of the
+        ACCEPT."""
+        already = len(self.server.process.lines)
+        self.nonce = new_nonce()
+        self.peer(self.server.address)
+        self.send(self.connect())
+        # Where all places are taken, it is told to wait, and asks again.
+        while (accept := self.receive())[:8] != base(ACCEPT):
+            assert type_and_nonce(accept)[0] == WAIT
+            time.sleep(1)
+            self.send(self.connect())
+        self.number = self.server.process.wait_for(
+            r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + "$",
+            after=already)[1]
+        self.session = read_address(accept)[1]
+        self.peer(self.session)
+
+    def expect(self, line, timeout=30):
+        """Waits for what the server prints about this client."""
+        self.server.process.wait_for(rf"^\[{self.number}\] {line}", timeout)
+
+
+class FakeServer(FakeClient):
+    """Accepts a client of a program, then answers it with whatever bytes a test
+    makes up."""
+
+    def __init__(self, run, build, program, *args, provider=""):
+        if not provider:
+            choices = run([f"{build}/{program}", "--list"])
+            assert choices.wait() == 0
+            provider = provider_in(choices.output)
+        self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
+        self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
+        self.client = run([f"{build}/{program}", self.address, *args], provider)
+        self.meet()
+        self.send(self.accept())
+
+    def meet(self):
+        """Takes the CONNECT."""
+        connect = self.receive_any()
+        assert type_and_nonce(connect)[0] == CONNECT
+        self.nonce, self.client_address = read_address(connect)
+        self.peer(self.client_address)
+
+    def accept(self, address=None, addr_size=None):
+        return address_message(
+            ACCEPT, bytes.fromhex(self.address) if address is None else address,
+            addr_size, nonce=self.nonce)
+
+    def receive_other_than(self, type_):
+        """Returns the next message that is of another type."""
+        while type_and_nonce(message := self.receive())[0] == type_:
+            pass
+        return message
+
+
+class Borrower(FakeClient):
+    """A client of 8_malloc, in a session of its own."""
+
+    def __init__(self, run, server):
+        super().__init__(run, server)
+        self.open_session()
+
+    def ask(self, type_, size=0, addr=0):
+        self.process.write(self.send_line(request(type_, size, addr)))
+        message = self.receive()
+        assert message[:8] == base(REPLY), message
+        return read_reply(message)
+
+    def borrow(self, size):
+        reply = self.ask(MALLOC, size)
+        assert not reply.error and reply.size == size
+        return reply.addr
+
+    def give_back(self, addr):
+        assert not self.ask(FREE, addr=addr).error
+
+    def leave(self):
+        """Says BYE. Returns what the server then prints about its pool."""
+        self.send(base(BYE))
+        self.expect("Done")
+        return self.server.pool_line(self.number)
+
+
+class FileSender(FakeClient):
+    """A client of 9_file, in a session of its own. All of its files are full of
+    zeros, as the slots are. So it may do without WRITEs, and say by a CHUNK that a
+    chunk has been written."""
+
+    def __init__(self, run, server):
+        super().__init__(run, server)
+        self.slots = None  # where they are, and their key
+        self.open_session()
+
+    def answer(self):
+        """Returns the next message of the server, and ignores that it is alive."""
+        while (message := self.receive()) == base(FILE_ALIVE):
+            pass
+        return message
+
+    def put(self, *args, **kwargs):
+        """Sends a PUT. Returns how many slots the server lends."""
+        self.send(put(*args, **kwargs))
+        message = self.answer()
+        assert message[:8] == base(READY), message
+        num_slots, _, addr, _, key = struct.unpack_from("<2I3Q", message, 8)
+        self.slots = (addr, key)
+        return num_slots
+
+    def write(self, number):
+        """WRITEs 8 zeros into the first slot, with this number as immediate data:
+        that of a chunk, plus 1."""
+        addr, key = self.slots
+        self.command(f"write {addr} {key} {number} {bytes(8).hex()}", "written")
+
+    def credits(self):
+        """Returns the slots of the next CREDIT."""
+        message = self.answer()
+        assert message[:8] == base(CREDIT), message
+        return list(struct.unpack(f"<{len(message) // 4 - 2}I", message[8:]))
+
+    def refusal(self):
+        """Returns the reason that the server gives, and leaves."""
+        message = self.answer()
+        assert message[:8] == base(ERROR), message
+        reason = message[8:].split(b"\0")[0].decode()
+        self.expect("error: " + re.escape(reason) + "$")
+        self.send(give_up())
+        self.expect("Done")
+        return reason

@@ -1,0 +1,269 @@
+"""What tests, exercises and the fuzzer share: running servers and clients. It takes no
+pytest; the fixtures are in conftest.py."""
+
+import concurrent.futures
+import contextlib
+import filecmp
+import io
+import itertools
+import os
+import random
+import re
+import signal
+import subprocess
+import threading
+import time
+
+from repository import ROOT, programs
+from table import TABLE
+
+# Processes in the background may ignore Ctrl-C. The programs that the tests start
+# would inherit this, and ignore it until main() says otherwise.
+signal.signal(signal.SIGINT, signal.default_int_handler)
+
+BUILD = os.environ.get("BUILD") or "build"
+# What scripts/rdma/inside.sh says: the default provider is verbs here, over a device
+# of this kind; and on an emulated processor, all that waits has to wait longer.
+OVER_VERBS = os.environ.get("RDMA", "")
+TIME_FACTOR = float(os.environ.get("TIME_FACTOR", "1"))
+# One that the tests know nothing of is left out; a test in test_tools.py names it.
+PROGRAMS = [program for program in programs() if program in TABLE]
+# libfabric 1.17 itself leaks in its net provider, and in the others when a
+# connection breaks while it is being made. Leaks of our programs show in all the
+# other tests.
+LIBFABRIC_LEAKS = {
+    "LSAN_OPTIONS": f"suppressions={ROOT}/scripts/tests/lsan.txt"}
+
+# An endpoint of ofi_rxm has buffers of 88 MB. Smaller ones save the suite a third of
+# its time; test_data and the transcripts of the chapters do without.
+RXM_BUFFERS = "FI_OFI_RXM_BUFFER_SIZE"
+os.environ.setdefault(RXM_BUFFERS, "2048")
+
+
+def is_here(provider):
+    """Asks 4_hello, because fi_info may belong to another libfabric than the one
+    that the programs are linked with. Exercises do not ask, and may not have
+    4_hello."""
+    program = os.path.join(ROOT, BUILD, "4_hello")
+    return os.path.exists(program) and subprocess.run(
+        [program, "--list"], env={**os.environ, "FI_PROVIDER": provider},
+        check=False, capture_output=True).returncode == 0
+
+
+# libfabric's own choice, then the software providers that it has: net came with
+# libfabric 1.16 and went with 1.18.
+PROVIDERS = [""] if OVER_VERBS else \
+    ["", *filter(is_here, ["shm", "net", "sockets", "udp;ofi_rxd"])]
+
+
+class Process:
+    """A running program, and what it has printed so far."""
+
+    def __init__(self, command, provider="", netns=None, stdin=None, cwd=ROOT,
+                 **env):
+        if provider:
+            env["FI_PROVIDER"] = provider
+        if provider == "net":
+            env.update(LIBFABRIC_LEAKS)
+        # Otherwise PSM, which comes with Debian's libfabric, would catch a crash
+        # and write a file about it here.
+        env.update(IPATH_NO_BACKTRACE="1", HFI_NO_BACKTRACE="1")
+        if netns:
+            command = ["ip", "netns", "exec", netns, *command]
+        self.command = command
+        self.started = time.monotonic()
+        self.popen = subprocess.Popen(
+            command, cwd=cwd, env={**os.environ, **env},
+            stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT)
+        # Unlike Popen's own, this leaves carriage returns as they are.
+        self.popen.stdout = io.TextIOWrapper(self.popen.stdout, errors="replace",
+                                             newline="\n")
+        self.lines = []
+        self.reader = threading.Thread(target=self._read, daemon=True)
+        self.reader.start()
+
+    def _read(self):
+        for line in self.popen.stdout:
+            self.lines.append(line)
+        self.ended = time.monotonic()
+
+    @property
+    def output(self):
+        return "".join(self.lines)
+
+    def wait_for(self, pattern, timeout=15, count=1, after=0):
+        """Waits until the pattern occurs `count` times in what the program has
+        printed after the first `after` lines. Returns the last match."""
+        end = time.monotonic() + timeout * TIME_FACTOR
+        while True:
+            alive = self.popen.poll() is None
+            if not alive:
+                # Waits for its last lines, which may still be in the pipe.
+                self.reader.join(max(0, end - time.monotonic()))
+            text = "".join(self.lines[after:])
+            matches = list(re.finditer(pattern, text, re.M))
+            if len(matches) >= count:
+                return matches[count - 1]
+            assert alive, f"{self.command} ended:\n{self.output}"
+            assert time.monotonic() < end, f"no {pattern} in:\n{self.output}"
+            time.sleep(0.01)
+
+    def write(self, line):
+        self.popen.stdin.write(f"{line}\n".encode())
+        self.popen.stdin.flush()
+
+    def signal(self, signum):
+        self.popen.send_signal(signum)
+
+    def wait(self, timeout=60):
+        """Waits for the end of the program. Returns its exit status."""
+        self.popen.wait(timeout * TIME_FACTOR)
+        self.seconds = time.monotonic() - self.started
+        self.reader.join(timeout)
+        return self.popen.returncode
+
+
+    def warnings(self):
+        """Those of our programs, without those that libfabric may print."""
+        return re.findall(r"^(?:\[\d+\] )?warning: .*", self.output, re.M)
+
+
+def owned_shm_files(pids):
+    """Returns the files that these processes have left in /dev/shm. The shm
+    provider names them after the process."""
+    return [name for name in os.listdir("/dev/shm")
+            if re.split(r"[^0-9]", name.split("//")[-1].lstrip("_"))[0]
+            in [str(pid) for pid in pids]]
+
+
+# What the files that 9_file sends are made of. The size is not that of a chunk, so
+# no two chunks are the same.
+BLOCK = random.Random(9).randbytes((1 << 20) + 4099)
+SOURCE_NUMBERS = itertools.count(1)
+
+
+def write_source(path, size, number):
+    """Makes a file of that size, with a content that depends on the number. What
+    lies beyond 64 MB is a hole, which takes no time to make."""
+    with open(path, "wb") as file:
+        start = number * 7919 % len(BLOCK)
+        file.write(BLOCK[start:][:size])
+        while file.tell() < min(size, 64_000_000):
+            file.write(BLOCK[:size - file.tell()])
+        file.truncate(size)
+
+
+def address_of(server):
+    """Waits until a server prints its address."""
+    return server.wait_for(r"following command:\n.* ([0-9a-f]+)( FILE)?\n")[1]
+
+
+class Server:
+    """A server, its address, and clients for it."""
+
+    def __init__(self, run, build, program, provider="", netns=None, folder=None,
+                 wrapper=(), **env):
+        self.run = run
+        self.program = program
+        self.entry = TABLE[program]
+        self.path = f"{build}/{program}"
+        self.provider = provider
+        self.env = env
+        # The wrapper is a command that runs the server.
+        command = [*wrapper, self.path]
+        # Where it saves files, if it does.
+        self.folder = None
+        if self.entry.files:
+            self.folder = folder or run.new_folder()
+            command.append(self.folder)
+        self.process = run(command, provider, netns, **env)
+        self.address = address_of(self.process)
+
+    def start_client(self, *args, netns=None, **env):
+        """Starts a client. If the first argument is a number where a file has to be,
+        the client sends a new file of that size."""
+        source = None
+        if self.entry.files:
+            args = args or self.entry.quick
+            if args[0].isdigit():
+                source = self.new_source(int(args[0]))
+                args = [source, *args[1:]]
+        client = self.run([self.path, self.address, *args], self.provider, netns,
+                          **{**self.env, **env})
+        client.source = source
+        return client
+
+    def new_source(self, size):
+        """Makes a file for a client. Returns its path."""
+        number = next(SOURCE_NUMBERS)
+        path = f"{self.run.new_folder()}/file {number}"
+        write_source(path, size, number)
+        return path
+
+    def check_file(self, client):
+        """Compares the file that a client has sent with what the server has saved, and
+        removes both. Most programs have no files to compare."""
+        if client.source:
+            saved = os.path.join(self.folder, os.path.basename(client.source))
+            assert os.path.getsize(saved) == os.path.getsize(client.source)
+            assert filecmp.cmp(saved, client.source, shallow=False)
+            os.unlink(saved)
+            os.unlink(client.source)
+
+    def check_client(self, *args, netns=None, timeout=60, **env):
+        """Runs a client, which must succeed. Returns it."""
+        client = self.start_client(*(args or self.entry.quick), netns=netns, **env)
+        status = client.wait(timeout)
+        assert status == 0, client.output + "\nserver:\n" + self.process.output
+        assert self.entry.success in client.output
+        self.check_file(client)
+        return client
+
+    @contextlib.contextmanager
+    def others(self, *args, count=2):
+        """Clients that come one after the other, `count` of them at any time,
+        while the block runs. Every one of them must succeed."""
+        stopping = threading.Event()
+
+        def keep_coming():
+            while True:
+                self.check_client(*args)
+                # Starting a process costs 0.1 s of a core.
+                if stopping.wait(0.6):
+                    return
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            clients = [pool.submit(keep_coming) for _ in range(count)]
+            try:
+                yield
+            finally:
+                stopping.set()
+                for client in clients:
+                    client.result()
+
+    def errors(self):
+        """What the server has printed about errors."""
+        return re.findall(r"^(?:\[\d+\] )?error: .*", self.process.output, re.M)
+
+    def memory(self):
+        """What it has of the machine's memory, in kB."""
+        with open(f"/proc/{self.process.popen.pid}/status") as status:
+            return int(re.search(r"VmRSS:\s+(\d+)", status.read())[1])
+
+    def pool_line(self, number, timeout=15):
+        """What 8_malloc has printed about its pool after a client has gone."""
+        return self.process.wait_for(rf"^\[{number}\] (the pool .*)$", timeout)[1]
+
+    def stop(self, signum=signal.SIGTERM):
+        """Ends the server as a user would, and checks how it ends."""
+        assert self.process.popen.poll() is None, self.process.output
+        self.process.signal(signum)
+        assert self.process.wait(10) == 0, self.process.output
+        assert not owned_shm_files([self.process.popen.pid])
+
+
+def provider_in(output):
+    """The provider that a program says it uses. 10_lock wants atomic operations, so
+    libfabric may choose another one for it than for sender.cpp."""
+    return re.search(r"^domain: .*, provider: ([^,\n]+)", output, re.M)[1]

@@ -1,0 +1,64 @@
+// Tries what nobody sees of 10_lock from the outside, in one process and with
+// its own code: a client that checks the ledger while somebody else ends a
+// turn. It has READ a ledger that is not the valid one any more, and has to
+// READ the one that is. Exits with 1 and a line if it does not.
+//
+// Usage: inside_lock
+
+// Everything but its main().
+#define main LockMain
+#include "../../src/10_lock.cpp"
+#undef main
+
+struct fi_ops_cq g_real_cq;
+struct fi_ops_rma g_real_rma;
+Session* g_server = nullptr;
+SharedTable* g_table = nullptr;
+size_t g_reads = 0;
+
+// Reads the client's completions, and lets the server take part.
+ssize_t ReadBoth(struct fid_cq* cq, void* entries, size_t count) {
+  g_server->net.PollCompletion();
+  return g_real_cq.read(cq, entries, count);
+}
+
+// Before the first READ: somebody has changed the other ledger and made it the
+// valid one, and somebody else already writes the one that was valid.
+ssize_t ReadLate(struct fid_ep* ep, const struct fi_msg_rma* msg,
+                 uint64_t flags) {
+  if (++g_reads == 1) {
+    g_table->ledgers[1] = {.total = 5, .changes = {0, 5}};
+    g_table->ledgers[0] = {.total = 7, .changes = {0, 6}};
+    g_table->turn = Turn{.ticket = 2, .ledger = 1}.Word();
+  }
+  return g_real_rma.readmsg(ep, msg, flags);
+}
+
+int main() {
+  Domain domain(GetInfo(kCaps));
+  SharedMemory memory(domain);
+  g_table = reinterpret_cast<SharedTable*>(memory.buf.data.get());
+  Session server(domain);
+  g_server = &server;
+  LockClient client(domain);
+  Network& net = client.session.net;
+  client.session.peer = net.AddPeerAddress(server.net.addr);
+  client.joined.client = 1;
+  client.joined.table = memory.region;
+  struct fi_ops_cq cq_ops = g_real_cq = *net.cq.ptr->ops;
+  cq_ops.read = ReadBoth;
+  net.cq.ptr->ops = &cq_ops;
+  struct fi_ops_rma rma_ops = g_real_rma = *net.ep.ptr->rma;
+  rma_ops.readmsg = ReadLate;
+  net.ep.ptr->rma = &rma_ops;
+  g_table->ledgers[0] = {.total = 4, .changes = {0, 4}};
+  g_table->turn = Turn{.ticket = 1, .ledger = 0}.Word();
+  try {
+    client.CheckLedger();
+  } catch (const std::exception& e) {
+    printf("wrong: %s\n", e.what());
+    return 1;
+  }
+  printf("READs: %zu, total: %lu\n", g_reads, client.memory->ledger.total);
+  return client.memory->ledger.total == 5 ? 0 : 1;
+}

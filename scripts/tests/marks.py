@@ -1,0 +1,25 @@
+"""Marks that several test files need."""
+
+import pytest
+
+from harness import OVER_VERBS, PROVIDERS
+
+# For tests that kill a client. The net provider came with libfabric 1.16 and went
+# with 1.18.
+sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
+    "shm", marks=pytest.mark.skipif(
+        "net" in PROVIDERS,
+        reason="a process that is killed in a READ or WRITE through libfabric "
+        "1.17's shm leaves a lock behind in the memory of the other"))],
+    ids=["default", "shm"])
+
+
+# For tests in which a client goes while a message to it is on its way that is too long
+# for tcp;ofi_rxm to copy. Then that layer keeps something of it: see chapter 5, which
+# is the only one whose server sends such messages.
+ends_in_a_rendezvous = pytest.mark.may_warn(
+    "fi_close: Device or resource busy", "tcp;ofi_rxm", "5_reverse")
+
+
+def not_over_verbs(why):
+    return pytest.mark.skipif(bool(OVER_VERBS), reason=why)

@@ -1,0 +1,124 @@
+"""The messages of the programs, as bytes."""
+
+import struct
+import typing
+
+LONGEST = 65536  # bytes of a message
+
+CONNECT, ACCEPT, BYE, WAIT, REFUSED = range(1, 6)
+TEXT = 6  # of 5_reverse
+RANDOM_FILL, PROGRESS = 6, 7  # of 6_write and 7_queue
+MALLOC, FREE, USAGE, REPLY, ALIVE = range(6, 11)  # of 8_malloc
+# Of 9_file, which has ERROR in place of REFUSED.
+ERROR, PUT, READY, CHUNK, CREDIT, END, SAVED, FILE_ALIVE = range(5, 13)
+JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
+
+
+def base(type_, nonce=0):
+    """The beginning of each message. What sends it in a session puts in the nonce of
+    the session, as the programs do: see FakeClient.send."""
+    return struct.pack("<2I", type_, nonce)
+
+
+def type_and_nonce(message):
+    return struct.unpack_from("<2I", message)
+
+
+def with_nonce(message, nonce):
+    """The message in a session. One that is too short for a nonce stays as it is."""
+    if len(message) < len(base(0)):
+        return message
+    return base(type_and_nonce(message)[0], nonce) + message[len(base(0)):]
+
+
+def address_message(type_, address, addr_size=None, *, nonce):
+    """A CONNECT or an ACCEPT."""
+    return base(type_, nonce) + struct.pack(
+        "<I256s", len(address) if addr_size is None else addr_size, address)
+
+
+def read_address(message):
+    """Returns the nonce and the address in a CONNECT or an ACCEPT."""
+    nonce, size = struct.unpack_from("<2I", message, 4)
+    return nonce, message[12:12 + size].hex()
+
+
+def fill(page_size=4096, indices=(0, 1), num_pages=None, context=7, repeat=None, addr=0,
+         size=1 << 20, rkey=1):
+    """A RANDOM_FILL of 6_write, by default for memory that is not there; with a
+    number of repeats, one of 7_queue."""
+    return base(RANDOM_FILL) + struct.pack(
+        "<2I5Q", context, len(indices) if num_pages is None else num_pages, addr, size,
+        rkey, 42, page_size) + (
+            b"" if repeat is None else struct.pack("<Q", repeat)
+    ) + struct.pack(f"<{len(indices)}I", *indices)
+
+
+def fill_repeatedly(*args, repeat=1, **kwargs):
+    """A RANDOM_FILL of 7_queue."""
+    return fill(*args, repeat=repeat, **kwargs)
+
+
+def request(type_, size=0, addr=0):
+    """A message to the server of 8_malloc."""
+    return base(type_) + struct.pack("<2Q", size, addr)
+
+
+def alive(finished=0):
+    """An ALIVE to the server of 8_malloc or 10_lock: so many operations so far."""
+    return base(ALIVE) + struct.pack("<Q", finished)
+
+
+class Reply(typing.NamedTuple):
+    """What the server of 8_malloc answers to a request."""
+    error: str  # empty if all went well
+    addr: int
+    size: int
+    key: int
+    lent: int  # bytes, to this client
+
+
+def reply(error=b"", addr=0, size=0, key=0, lent=0):
+    """The answer of the server of 8_malloc."""
+    return base(REPLY) + struct.pack("<104s4Q", error, addr, size, key, lent)
+
+
+def read_reply(message):
+    error, *numbers = struct.unpack_from("<104s4Q", message, len(base(0)))
+    return Reply(error.split(b"\0")[0].decode(), *numbers)
+
+
+def append(client=1, count=0):
+    """An APPEND to the server of 10_lock."""
+    return base(APPEND) + struct.pack("<2I", client, count)
+
+
+def report(entries=0, changes=0):
+    """A REPORT to the server of 10_lock."""
+    return base(REPORT) + struct.pack("<2Q", entries, changes)
+
+
+def put(name=b"file", size=0, slots=1):
+    """A PUT to the server of 9_file."""
+    return base(PUT) + struct.pack("<QI252s", size, slots, name)
+
+
+def ready(slots=4, chunk_size=1 << 20, size=None):
+    """A READY of the server of 9_file. The memory is not there."""
+    return base(READY) + struct.pack(
+        "<2I3Q", slots, chunk_size, 0, slots * chunk_size if size is None else size, 1)
+
+
+def numbers(type_, *which):
+    """A CHUNK or a CREDIT of 9_file."""
+    return base(type_) + struct.pack(f"<{len(which)}I", *which)
+
+
+def end(checksum):
+    """An END to the server of 9_file."""
+    return base(END) + struct.pack("<Q", checksum)
+
+
+def give_up(text=b""):
+    """An ERROR of 9_file."""
+    return base(ERROR) + struct.pack("<252s", text)

@@ -1,0 +1,45 @@
+"""What is in the repository: its programs, and what is based on what. The book and the
+checks of the chapters need no more than this."""
+
+import os
+import re
+import subprocess
+
+ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../..")
+
+
+def number(name):
+    """4 for 4_hello, and -1 for what has no number before an underscore."""
+    found = re.match(r"(\d+)_", name)
+    return int(found[1]) if found else -1
+
+
+def numbered(folder, suffix):
+    """The names of a folder's files that end like this, without their ends, in the
+    order of their numbers."""
+    return sorted((name.removesuffix(suffix) for name in os.listdir(folder)
+                   if name.endswith(suffix)), key=lambda name: (number(name), name))
+
+
+def programs(root=ROOT):
+    """Those of the tutorial. Another name is that of somebody's own program, which is
+    no matter of the tests and of the book."""
+    return [name for name in numbered(f"{root}/src", ".cpp") if number(name) >= 0]
+
+
+def parent(program, root=ROOT):
+    """The program that this one is based on, or None: see scripts/common.sh."""
+    done = subprocess.run(
+        ["bash", "-c", '. "$0/scripts/common.sh"; parent "$1"', ROOT, program],
+        cwd=root, check=False, text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip() or None
+
+
+def make(*arguments, **env):
+    """Runs make and returns what it printed."""
+    done = subprocess.run(["make", "-j2", *arguments], cwd=ROOT,
+                          env={**os.environ, **env}, text=True, check=False,
+                          stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return done.stdout

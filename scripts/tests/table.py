@@ -1,0 +1,321 @@
+"""What the tests know of each program: an entry in TABLE for each src/N_name.cpp."""
+
+import typing
+
+from messages import (ACCEPT, CHUNK, CONNECT, CREDIT, ERROR, FREE, JOIN, LONGEST,
+                      MALLOC, PROGRESS, READY, REPLY, SAVED, TABLE_REPLY, TEXT, USAGE,
+                      alive, append, base, end, fill, fill_repeatedly, give_up,
+                      numbers, put, report, request)
+
+
+class Entry(typing.NamedTuple):
+    """Arguments are those of a client, after the address."""
+    # What a client prints once it has checked that all is right.
+    success: str
+    # Arguments with which it takes long enough to be killed in the middle. Two such
+    # clients leave memory for others. The pages are large: a process that is killed
+    # while it holds a lock in the shared memory of libfabric 1.17's shm provider takes
+    # the others with it, and with small pages it holds one a good part of the time.
+    long: list
+    # Wrong ones, with the address, by what is wrong with them. Wrong addresses are the
+    # same for all: WRONG_ADDRESSES.
+    wrong: dict
+    # Small and large, each for a client, over verbs.
+    sizes: list
+
+    # The fewest arguments that a client takes.
+    least: list = []
+    # Instead of the defaults, where those take long.
+    quick: list = []
+    # What takes next to nothing, for tests that look at how long a client waits.
+    short: list = []
+    # What other clients do, that come and go while something happens to one. It takes
+    # a moment, so that they are at it.
+    others: list = []
+    # Its server takes a directory, and its clients a file. The tests give the size of
+    # a file instead of its name: see Server.start_client.
+    files: bool = False
+
+    # What its server prints once it knows what a client with the arguments `long`
+    # wants, if the client must not be killed before. libfabric 1.17's shm provider does
+    # not survive that a sender has gone before its message is seen.
+    long_begun: str = ""
+    # The file that kills its clients, if test_failures.py is not enough.
+    killed_in: str = ""
+    # It needs immediate data, which iWARP does not have.
+    imm_data: bool = False
+    # Providers that lack what it needs.
+    refused_by: list = []
+    # Providers that lose something on a busy machine. They came and went with net.
+    lossy_over: list = []
+    # Four clients at once are tried over all providers, and not over two.
+    every_provider: bool = False
+    # The longest text that it sends, in bytes.
+    longest_text: int = 0
+    # All WRITEs but the last are in flight at the same time, and each page is written
+    # once: otherwise a WRITE that comes too late would find its data in place already.
+    once: list = []
+
+    # What is wrong, and the messages of a session that end it; those that are wrong in
+    # any program are BAD_ANYWHERE. Without sessions, any message is a text.
+    bad_sessions: dict = {}
+    # A message that gives its server something to do.
+    work: bytes = b""
+    # What its server says when a client leaves before it has got what it wanted.
+    left: str = "Done"
+    # Its server tells a client what is wrong, and waits until the client gives up.
+    tells_why: bool = False
+    # Makes a request to fill pages, where the program has one.
+    fill: typing.Callable | None = None
+
+    # For a program that replaces the application of its parent, and drops whole
+    # sections: how many lines it may add before its own application.
+    most_added: int | None = None
+
+
+# ---- Wrong arguments ----
+
+ADDRESS = "0200a3c90a0000010000000000000000"
+WRONG_ADDRESSES = {
+    "no hexadecimal": ["xyz1"],
+    "odd length": [ADDRESS + "0"],
+    "too long": ["00" * 257],
+    "much too long": ["0" * 100000],
+    "empty": [""],
+    "an option": ["--port"],
+    "minus": ["-1"],
+}
+WRONG_TEXTS = {
+    "empty text": [ADDRESS, ""],
+    "text too long": [ADDRESS, "x" * 65537],
+    "too many": [ADDRESS, "a", "b"],
+}
+WRONG_SIZES = {
+    "zero": [ADDRESS, "0", "8"],
+    "zero pages": [ADDRESS, "4096", "0"],
+    "negative": [ADDRESS, "-8", "8"],
+    "negative pages": [ADDRESS, "8", "-8"],
+    "no multiple of 8": [ADDRESS, "4095", "8"],
+    "no number": [ADDRESS, "4k", "8"],
+    "empty size": [ADDRESS, "", "8"],
+    "fraction": [ADDRESS, "4096", "1.5"],
+    "space": [ADDRESS, " 4096", "1"],
+    "size only": [ADDRESS, "4096"],
+    "enormous": [ADDRESS, "99999999999999999999999", "1"],
+    "overflow": [ADDRESS, str(2**63), "2"],
+    "overflow pages": [ADDRESS, "8", str(2**63)],
+    "does not fit": [ADDRESS, str(8 << 20), "10000"],
+    "too many pages": [ADDRESS, "8", "300000"],
+    "page too large": [ADDRESS, str((16 << 20) + 8), "1"],
+    "too many": [ADDRESS, "8", "8", "8", "8"],
+}
+WRONG_REPEATS = {
+    "repeat 0": [ADDRESS, "8", "8", "0"],
+    "repeat negative": [ADDRESS, "8", "8", "-1"],
+    "repeat enormous": [ADDRESS, "8", "8", str(2**63)],
+}
+WRONG_COUNTS = {
+    "zero": [ADDRESS, "0"],
+    "negative": [ADDRESS, "-1"],
+    "no number": [ADDRESS, "x"],
+    "fraction": [ADDRESS, "1.5"],
+    "empty count": [ADDRESS, ""],
+    "space": [ADDRESS, " 1"],
+    "too large": [ADDRESS, "1000001"],
+    "overflow": [ADDRESS, str(2**64 + 1)],
+    "too many": [ADDRESS, "1", "1"],
+}
+WRONG_FILES = {
+    "no file": [ADDRESS],
+    "zero slots": [ADDRESS, "Makefile", "0"],
+    "negative slots": [ADDRESS, "Makefile", "-1"],
+    "no number": [ADDRESS, "Makefile", "x"],
+    "fraction": [ADDRESS, "Makefile", "1.5"],
+    "empty slots": [ADDRESS, "Makefile", ""],
+    "space": [ADDRESS, "Makefile", " 1"],
+    "too many slots": [ADDRESS, "Makefile", "65"],
+    "overflow": [ADDRESS, "Makefile", str(2**64 + 1)],
+    "too many": [ADDRESS, "Makefile", "8", "8"],
+}
+
+
+# ---- Messages that end a session ----
+
+HUGE = 2**64 - 1
+BAD_ANYWHERE = {
+    "type": [base(99)],
+    "type 0": [base(0)],
+    "CONNECT": [base(CONNECT) + bytes(260)],
+    "ACCEPT": [base(ACCEPT) + bytes(260)],
+}
+BAD_TEXTS = {
+    "empty text": [base(TEXT)],
+    "second text": [base(TEXT) + b"text", base(TEXT) + b"text"],
+}
+
+
+def bad_fills(fill, most):
+    """Those of a program with this request, whose server fills at most that many
+    pages of 16 MiB."""
+    good = fill()
+    return {
+        "short": [good[:20]],
+        "no indices": [good[:-8]],
+        "indices cut short": [good[:-1]],
+        "too many indices": [good + base(0)],
+        "PROGRESS": [base(PROGRESS)],
+        "no pages": [fill(indices=())],
+        "num_pages": [fill(num_pages=3)],
+        "num_pages overflows": [fill(num_pages=2**30 + 2)],
+        "num_pages huge": [fill(num_pages=2**32 - 1)],
+        "page_size 0": [fill(page_size=0)],
+        "page_size odd": [fill(page_size=4095)],
+        "page_size huge": [fill(page_size=HUGE - 7)],
+        "page_size too large": [fill(page_size=(16 << 20) + 8)],
+        "product overflows": [fill(page_size=2**63)],
+        "too much": [fill(page_size=16 << 20, size=1 << 40, indices=[0] * (most + 1))],
+        "index": [fill(indices=(0, 256))],
+        "index huge": [fill(indices=(2**32 - 1, 0))],
+        "no context": [fill(context=0)],
+        "memory too small": [fill(size=8191)],
+        "no memory": [fill(size=0)],
+        "page larger than memory": [fill(page_size=2 << 20, indices=[0])],
+        "longest": [fill(page_size=8, indices=[2**30] * (
+            (LONGEST - len(good) + 8) // 4))],
+    }
+
+
+BAD_REPEATS = {
+    "no repeat": [fill_repeatedly(repeat=0)],
+    "repeat huge": [fill_repeatedly(repeat=HUGE)],
+}
+BAD_REQUESTS = {
+    "type of a request": [request(99)],
+    "REPLY": [base(REPLY) + bytes(136)],
+    "MALLOC cut short": [request(MALLOC, 64)[:-1]],
+    "type only": [base(FREE)],
+    "ALIVE cut short": [alive()[:-1]],
+    "after good ones": [alive(), request(MALLOC, 64), request(USAGE)[:-8]],
+}
+GOOD_PUT = put(size=9 << 20, slots=8)
+BAD_FILES = {
+    "PUT cut short": [GOOD_PUT[:-1]],
+    "no slots": [put(size=9 << 20, slots=0)],
+    "too many slots": [put(size=9 << 20, slots=65)],
+    "slots huge": [put(size=9 << 20, slots=2**32 - 1)],
+    "CHUNK before PUT": [numbers(CHUNK, 0)],
+    "END before PUT": [end(0)],
+    "ERROR cut short": [give_up()[:-1]],
+    "second PUT": [GOOD_PUT, GOOD_PUT],
+    "CHUNK beyond the end": [GOOD_PUT, numbers(CHUNK, 9)],
+    "CHUNK huge": [GOOD_PUT, numbers(CHUNK, 2**32 - 1)],
+    "half a CHUNK": [GOOD_PUT, numbers(CHUNK, 0)[:-1]],
+    "END cut short": [GOOD_PUT, end(0)[:-1]],
+    "READY": [GOOD_PUT, base(READY) + bytes(32)],
+    "CREDIT": [GOOD_PUT, numbers(CREDIT, 0)],
+    "SAVED": [GOOD_PUT, base(SAVED)],
+    "half an ERROR": [GOOD_PUT, base(ERROR)],
+    "after good ones": [GOOD_PUT, numbers(CHUNK, 0, 1), end(0), base(99)],
+    "after the END": [put(), end(0), numbers(CHUNK, 0)],
+}
+BAD_TABLES = {
+    "REPLY": [base(TABLE_REPLY) + bytes(40)],
+    "ALIVE cut short": [alive()[:-1]],
+    "APPEND cut short": [append()[:-1]],
+    "REPORT cut short": [report()[:-1]],
+    "second REPORT": [report(), report()],
+    "after good ones": [alive(), base(JOIN), append(), report(), base(0)],
+}
+
+
+# ---- The table ----
+
+TABLE = {
+    "4_hello": Entry(
+        success="Sent ",
+        long=["x" * 60000],
+        wrong=WRONG_TEXTS,
+        sizes=[["x"], ["x" * 65536]],
+        longest_text=65536),
+    "5_reverse": Entry(
+        success="The text is correct.",
+        long=["x" * 60000],
+        wrong=WRONG_TEXTS,
+        sizes=[["x"], ["0123456789" * 6000]],
+        others=["0123456789" * 6000],
+        every_provider=True,
+        longest_text=65528,
+        bad_sessions=BAD_TEXTS,
+        work=base(TEXT) + b"x" * 60000),
+    "6_write": Entry(
+        success="Data is correct.",
+        long=["1048576", "64"],
+        wrong={**WRONG_SIZES, "repeat": [ADDRESS, "8", "8", "8"]},
+        sizes=[["8", "1"], ["64", "1000"], ["1048576", "32"]],
+        short=["4096", "10"],
+        others=["65536", "100"],
+        long_begun="^.*RandomFill.*=1048576",
+        imm_data=True,
+        once=["65536", "20"],
+        bad_sessions=bad_fills(fill, 4),
+        work=fill(1 << 20, indices=[0] * 20),
+        fill=fill),
+    "7_queue": Entry(
+        success="Data is correct.",
+        long=["1048576", "200", "100000"],
+        wrong={**WRONG_SIZES, **WRONG_REPEATS},
+        sizes=[["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
+        quick=["65536", "100", "3"],
+        short=["4096", "10", "1"],
+        others=["65536", "100", "3"],
+        long_begun="^.*RandomFill.*=1048576",
+        imm_data=True,
+        every_provider=True,
+        once=["65536", "100", "1"],
+        bad_sessions={**bad_fills(fill_repeatedly, 32), **BAD_REPEATS},
+        work=fill_repeatedly(1 << 20, indices=[0] * 20),
+        fill=fill_repeatedly),
+    "8_malloc": Entry(
+        success="Data is correct.",
+        long=["100"],
+        wrong=WRONG_COUNTS,
+        sizes=[["1"], ["200"]],
+        quick=["16"],
+        short=["1"],
+        others=["16"],
+        killed_in="test_malloc.py",
+        lossy_over=["udp;ofi_rxd"],  # now and then one of many READs
+        bad_sessions=BAD_REQUESTS,
+        work=request(MALLOC, 1 << 20),
+        most_added=45),
+    "9_file": Entry(
+        success="The server has saved the file.",
+        long=["1000000000", "1"],
+        wrong=WRONG_FILES,
+        sizes=[["0"], ["1"], ["1048577", "1"], ["30000000", "8"]],
+        least=["Makefile"],
+        quick=["5000001", "2"],
+        short=["1"],
+        others=["5000001", "2"],
+        files=True,
+        killed_in="test_file.py",
+        bad_sessions=BAD_FILES,
+        work=GOOD_PUT,
+        left="error: the client has left before its file was saved$",
+        tells_why=True,
+        most_added=45),
+    "10_lock": Entry(
+        success="Data is correct.",
+        long=["10000"],
+        wrong=WRONG_COUNTS,
+        sizes=[["1"], ["300"]],
+        quick=["50"],
+        short=["1"],
+        others=["50"],
+        killed_in="test_lock.py",
+        refused_by=["net"],  # has no atomic operations
+        lossy_over=["udp;ofi_rxd"],  # now and then one of many atomic operations
+        bad_sessions=BAD_TABLES,
+        work=base(JOIN),
+        most_added=100),
+}

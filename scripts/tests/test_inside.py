@@ -1,0 +1,50 @@
+"""What nobody sees of a program from the outside: inside_queue.cpp and inside_lock.cpp
+contain the code of 7_queue and 10_lock."""
+
+import os
+import signal
+
+import pytest
+
+from harness import BUILD, PROVIDERS
+from repository import ROOT
+
+# They are built once, without sanitizers.
+ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
+two_providers = pytest.mark.parametrize("provider", ["", "shm"],
+                                        ids=["default", "shm"])
+
+
+def try_inside(run, program, *check, provider="", status=0):
+    process = run([os.path.join(ROOT, BUILD, program), *check], provider)
+    assert process.wait(30) == status, process.output
+    return process
+
+
+@pytest.mark.parametrize("provider", **ids)
+def test_order(run, provider):
+    """Operations for which there is no room wait in a queue in which none overtakes
+    another, whatever the network is."""
+    try_inside(run, "inside_queue", "order", provider=provider)
+
+
+@two_providers
+def test_signal_before_an_endpoint(run, provider):
+    """The shm provider sets handlers of its own whenever an endpoint is opened, and we
+    set ours again: not after a first signal, or the second one would have no effect."""
+    try_inside(run, "inside_queue", "signal", provider=provider, status=-signal.SIGINT)
+
+
+@pytest.mark.parametrize("check", ["pages", "progress", "close"])
+def test_server_of_a_queue(run, check):
+    """A server that makes pages for one client looks at the others in between. One that
+    has something to report waits until its last report has arrived. It closes a
+    client's endpoint before the memory that this uses."""
+    try_inside(run, "inside_queue", check)
+
+
+@two_providers
+def test_ledger_that_changes(run, provider):
+    """A client that READs the ledger without a lock READs it again if it is not the
+    valid one any more."""
+    assert "READs: 2," in try_inside(run, "inside_lock", provider=provider).output

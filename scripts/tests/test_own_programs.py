@@ -1,0 +1,111 @@
+"""A reader's own program lies in src/ beside those of the tutorial. It can be built, run
+and compared, and nothing else takes notice of it, even if it is half done."""
+
+import os
+import shutil
+import subprocess
+
+import pytest
+
+import chapters
+import fuzz
+from harness import PROGRAMS
+from repository import ROOT, parent, programs
+from small_repository import PROGRAMS as SMALL, Repository
+from table import TABLE
+from test_tools import what_is_missing
+
+MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
+HALF_DONE = "int main() {  \n  fi_something(;\n"
+OWN = {"mine": "// Based on 7_queue.\n" + MINE, "another": MINE,
+       "2nd-try": "// Based on 7_queue.\n" + HALF_DONE, "half_done": HALF_DONE,
+       "7": "// Based on nothing.\n<<<<<<< HEAD\n"}
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The repository with programs of one's own."""
+    folder = tmp_path_factory.mktemp("own") / "copy"
+    folder.mkdir()
+    for name in "Makefile", "README.md", ".clang-format":
+        shutil.copy(f"{ROOT}/{name}", folder)
+    for name in "src", "scripts", "chapters":
+        shutil.copytree(f"{ROOT}/{name}", folder / name, symlinks=True)
+    for name, text in OWN.items():
+        (folder / f"src/{name}.cpp").write_text(text)
+    return folder
+
+
+def make(copy, *arguments):
+    return subprocess.run(["make", *arguments], cwd=copy, check=False, text=True,
+                          capture_output=True, env={**os.environ, "CUDA_HOME": ""})
+
+
+def test_make(copy):
+    """It is built, by its name, as those of the tutorial are. So is another one that is
+    based on nothing."""
+    for name in "mine", "another":
+        done = make(copy, name)
+        assert done.returncode == 0, done.stderr
+        assert subprocess.run([copy / "build" / name], check=True, text=True,
+                              capture_output=True).stdout == "mine\n"
+    plan = make(copy, "-n")
+    for name in *OWN, *PROGRAMS:
+        assert f"src/{name}.cpp" in plan.stdout or name in ("mine", "another")
+
+
+def test_diff(copy):
+    """To what it is based on. A number is that of a program of the tutorial."""
+    done = make(copy, "diff-mine")
+    assert done.returncode == 0 and "+++ b/src/mine.cpp\n" in done.stdout
+    assert "--- a/src/7_queue.cpp\n" in done.stdout
+    assert "+++ b/src/7_queue.cpp\n" in make(copy, "diff-7").stdout
+    done = make(copy, "diff-another")
+    assert done.returncode != 0
+    assert "src/another.cpp names no parent" in done.stderr
+    for name in PROGRAMS:
+        assert parent(name, copy) == parent(name)
+
+
+def test_tests_and_lint(copy):
+    """They build, read and check the programs of the tutorial."""
+    assert programs(copy) == programs()
+    assert what_is_missing(copy, TABLE, fuzz.SESSIONS) == what_is_missing(
+        ROOT, TABLE, fuzz.SESSIONS)
+    for command in [["-n", "all", "OWN="], ["-n", "lint"]]:
+        plan = make(copy, *command)
+        assert plan.returncode == 0, plan.stderr
+        assert "src/7_queue.cpp" in plan.stdout
+        assert not [name for name in OWN if f"src/{name}.cpp" in plan.stdout]
+
+
+def test_book(copy):
+    """It has the pages that it has without."""
+    pytest.importorskip("markdown_it", reason="install-deps.sh book installs it")
+    import book
+    out = copy / "build/book"
+    book.Book(str(copy), str(out), str(copy / "build/figures")).build()
+    assert {f"{name}.html" for name in chapters.chapters(copy)} <= {
+        path.name for path in out.iterdir()}
+    for name in OWN:
+        assert not (out / f"{name}.html").exists()
+        assert f"{name}.html" not in (out / "files/src.html").read_text()
+
+
+def test_propagate_and_refresh(tmp_path):
+    """They carry changes into programs of the tutorial alone."""
+    repo = Repository(tmp_path)
+    (tmp_path / "scripts/exercises").mkdir()
+    for name, text in OWN.items():
+        (tmp_path / f"src/{name}.cpp").write_text(text.replace("7_queue", "4_one"))
+    repo.replace("4_one", "b", "B")
+    status, output, error = repo.run("propagate")
+    assert (status, error) == (0, "")
+    assert [line.split(":")[0] for line in output.splitlines()] == list(SMALL)[1:]
+    answer = tmp_path / "answer"
+    answer.write_text(repo.path("4_one").read_text() + "more\n")
+    assert repo.run("refresh-exercises", "4_one", "answer")[0] == 0
+    assert repo.run("refresh-exercises") == (0, "4_one: unchanged\n", "")
+    for name, text in OWN.items():
+        assert (tmp_path / f"src/{name}.cpp").read_text() == \
+            text.replace("7_queue", "4_one")

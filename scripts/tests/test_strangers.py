@@ -1,0 +1,266 @@
+"""Those whom nobody has asked in, those who wait for a place, and those who keep one
+without need."""
+
+import contextlib
+import os
+import random
+import resource
+import signal
+import struct
+import time
+
+import pytest
+
+from fakes import Borrower, FakeClient, FakeServer, FileSender
+from harness import BUILD, PROVIDERS, provider_in
+from marks import not_over_verbs
+from messages import (ALIVE, BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
+                      TABLE_ALIVE, TEXT, base)
+from table import TABLE
+
+pytestmark = pytest.mark.builds("plain")
+# shm compares no keys: whoever may use it may read the whole process.
+compares_keys = pytest.mark.parametrize(
+    "provider", [p for p in PROVIDERS if p != "shm"], ids=lambda p: p or "default")
+# How many keys a stranger tries for each program and provider: GUESSES=300.
+GUESSES = int(os.environ.get("GUESSES", "8"))
+PLACES = 8  # for clients of a server
+
+
+def guesses(provider):
+    """The keys that come first when one counts, and any others."""
+    # A wrong key gets no answer over UDP, and costs the sender's patience.
+    count = GUESSES // (4 if provider.startswith("udp") else 1)
+    return [*range(count // 2), *(random.getrandbits(64) for _ in range(count // 2))]
+
+
+def stranger(run, provider, address, command):
+    """Somebody who knows an address, and tries a key. A new one each time: over tcp, a
+    wrong key costs the connection. Returns whether it was the right one."""
+    process = run([f"{BUILD}/sender", address], provider, stdin=-1)
+    process.write(command)
+    said = process.wait_for("^(read|written|failed: .*)$", 10)[1]
+    process.signal(signal.SIGKILL)
+    process.wait()
+    run.processes.remove(process)
+    process.popen.stdin.close()
+    process.popen.stdout.close()
+    return not said.startswith("failed")
+
+
+def check_keys(run, provider, address, command, right=None):
+    """Nobody guesses a key. The right one would do, which shows that the guesses were
+    not in vain."""
+    for key in guesses(provider):
+        assert not stranger(run, provider, address, f"{command} 0 {key}"), key
+    if right is not None:
+        assert stranger(run, provider, address, f"{command} 0 {right}")
+
+
+@compares_keys
+@pytest.mark.parametrize("program", ["8_malloc", "10_lock"])
+def test_memory_of_a_server(run, serve, program, provider):
+    """The pool and the table can be reached at the listener's address."""
+    server = serve(program, provider)
+    if program == "8_malloc":
+        client = Borrower(run, server)
+        key = client.ask(MALLOC, 64).key
+    else:
+        client = FakeClient(run, server)
+        client.open_session()
+        client.send(base(JOIN))
+        key = int.from_bytes(client.receive()[32:40], "little")
+    client.send(base(BYE))
+    client.expect("Done")
+    # 10_lock may get another provider than the sender would.
+    provider = provider_in(server.process.output)
+    check_keys(run, provider, server.address, "read", key)
+    check_keys(run, provider, server.address, "overwrite")
+    server.check_client()
+    server.stop()
+
+
+@compares_keys
+def test_slots_of_a_server(run, serve, provider):
+    server = serve("9_file", provider)
+    client = FileSender(run, server)
+    client.put(size=1 << 20)
+    with client.saying(base(FILE_ALIVE)):
+        check_keys(run, provider, server.address, "overwrite", client.slots[1])
+    server.check_client()
+
+
+@compares_keys
+@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+def test_memory_of_a_client(run, build, program, provider):
+    """The address of a client is in its CONNECT, which anybody may read."""
+    server = FakeServer(run, build, program, *TABLE[program].least, provider=provider)
+    request = server.receive()
+    key = int.from_bytes(request[32:40], "little")
+    with server.saying(base(PROGRESS)) if program == "7_queue" else \
+            contextlib.nullcontext():
+        for guess in guesses(provider)[:PLACES]:
+            assert not stranger(run, provider, server.client_address,
+                                f"overwrite 0 {guess}"), guess
+        assert stranger(run, provider, server.client_address, f"overwrite 0 {key}")
+
+
+@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p or "default")
+@pytest.mark.parametrize("program", ["5_reverse", "9_file"])
+def test_byes_of_strangers(run, serve, program, provider):
+    """A conversation goes on, whatever others send to its address: a BYE, other bytes,
+    too much. It is the first client that says that it is over."""
+    server = serve(program, provider)
+    client = FakeClient(run, server)
+    client.open_session()
+    other = FakeClient(run, server)
+    other.peer(client.session)
+    for message in (base(BYE), base(BYE, client.nonce ^ 1), b"\3\0\0\0", b"",
+                    base(TEXT)):
+        other.send(message, as_it_is=True)
+    if provider != "shm":  # libfabric itself hangs there: chapter 4
+        other.send(bytes(70_000), answer="(sent|failed)", as_it_is=True)
+    client.send(base(BYE))
+    client.expect("(Done|error: the client has left)")
+    assert len(server.errors()) == (program == "9_file")
+    server.stop()
+
+
+@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+def test_line(run, serve, provider):
+    """Those who have no place are told so. Those who give up cost the others nothing:
+    they get no place any more."""
+    server = serve("8_malloc", provider)
+    places = [Borrower(run, server) for _ in range(PLACES)]
+    with contextlib.ExitStack() as stack:
+        for client in places:
+            stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
+        waiting = [server.start_client("1") for _ in range(6)]
+        for client in waiting:
+            client.wait_for("^The server has no place for us yet: waiting$", 30)
+        for client in waiting[1:]:
+            client.signal(signal.SIGKILL)
+        time.sleep(4)  # the time after which a client has given up
+    for client in places:
+        client.leave()
+    assert waiting[0].wait(30) == 0, waiting[0].output
+    server.check_client("1")
+    assert server.process.output.count("Received CONNECT") == PLACES + 2
+    assert not server.errors()
+    server.stop()
+
+
+@not_over_verbs("the dead server's adapter says that it has gone")
+def test_server_killed_while_others_wait(run, serve):
+    """Ten seconds without a word are enough here, too."""
+    server = serve("8_malloc")
+    places = [Borrower(run, server) for _ in range(PLACES)]
+    with contextlib.ExitStack() as stack:
+        for client in places:
+            stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
+        client = server.start_client("1")
+        client.wait_for("^The server has no place", 30)
+    began = time.monotonic()
+    server.process.signal(signal.SIGKILL)
+    assert client.wait(40) == 1
+    assert time.monotonic() - began < 30
+    assert "waiting for ACCEPT: nothing has happened for 10 s" in client.output or \
+        "SEND failed" in client.output, client.output
+
+
+@pytest.mark.parametrize("program,alive", [("8_malloc", ALIVE),
+                                           ("10_lock", TABLE_ALIVE)])
+def test_idle_clients(run, serve, program, alive):
+    """A client that only says that it is alive loses its place, once others wait. One
+    that says what it has done keeps it."""
+    server = serve(program)
+    idle = [FakeClient(run, server) for _ in range(PLACES)]
+    for client in idle:
+        client.open_session()
+    worker = idle.pop(0)
+    finished = 0
+    client = server.start_client(*TABLE[program].quick)
+    began = time.monotonic()
+    while client.popen.poll() is None:
+        assert time.monotonic() - began < 100
+        finished += 1
+        for fake in idle:
+            with contextlib.suppress(AssertionError):  # it may be out already
+                fake.send(base(alive) + bytes(8), answer="(sent|failed)")
+        worker.send(base(alive) + finished.to_bytes(8, "little"))
+        time.sleep(1)
+    assert client.wait() == 0, client.output
+    assert "does nothing, and others wait" in server.process.output
+    worker.send(base(BYE))
+    worker.expect("Done")
+    server.stop()
+
+
+@not_over_verbs("an adapter needs other things than descriptors")
+def test_no_descriptor(serve):
+    """A client for whom the server has no descriptors keeps its place in the line until
+    there are some."""
+    server = serve("7_queue")
+    pid = server.process.popen.pid
+    # One is for the connection over which the CONNECT comes.
+    used = len(os.listdir(f"/proc/{pid}/fd")) + 1
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, before[1]))
+    client = server.start_client("4096", "10", "1")
+    server.process.wait_for("^error: ")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert client.wait(30) == 0, client.output + server.process.output
+    server.stop()
+
+
+@pytest.mark.parametrize("program", ["5_reverse", "6_write", "7_queue", "8_malloc",
+                                     "10_lock"])
+def test_refused(run, serve, program):
+    """Who asks for what cannot be hears so from the server, and why."""
+    server = serve(program)
+    client = FakeClient(run, server)
+    client.open_session()
+    client.send(base(99) + bytes(400))
+    message = client.receive()
+    assert message[:8] == base(REFUSED)
+    assert message[8:].startswith(b"bad message: ")
+    client.expect("error: bad message: ")
+    server.check_client()
+    server.stop()
+
+
+@pytest.mark.parametrize("provider", ["shm"])
+def test_idle_table(run, serve, provider):
+    """What happens to the table of 10_lock while no client is there does no harm to the
+    next one."""
+    server = serve("10_lock", provider)
+    client = FakeClient(run, server)
+    client.open_session()
+    client.send(base(JOIN))
+    place, key = struct.unpack_from("<Q8xQ", client.receive(), 16)
+    client.send(base(BYE))
+    client.expect("Done")
+    server.process.wait_for("^the log has .* It all fits together.$")
+    client.peer(server.address)
+    for offset in 0, 192, 1344:  # the tickets, a ledger, a record
+        client.command(f"overwrite {place + offset} {key}", "written")
+    server.check_client()
+    server.process.wait_for("^the log has .* It all fits together.$", count=2)
+    server.stop()
+
+
+def test_far_back_in_the_queue(run, serve):
+    """However many tickets a server says are before it, a client looks again soon, and
+    obeys Ctrl-C."""
+    server = serve("10_lock", "shm")
+    fake = FakeClient(run, server)
+    fake.open_session()
+    fake.send(base(JOIN))
+    place, key = struct.unpack_from("<Q8xQ", fake.receive(), 16)
+    fake.command(f"overwrite {place + 64} {key}", "written")  # the next ticket
+    client = server.start_client("1")
+    client.wait_for("FETCH-AND-ADD and WRITE")
+    time.sleep(1)
+    client.signal(signal.SIGINT)
+    assert client.wait(10) == 1, client.output
+    server.stop()

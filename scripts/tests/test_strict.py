@@ -1,0 +1,189 @@
+"""Adapters and GPUs that are not here. build/strict.so (strict.cpp) makes tcp and shm
+as strict as EFA may be, and says which of its rules a program breaks. The programs in
+build/cuda/ are linked with cuda_stub.cpp, whose GPU has memory that kills those who
+touch it, and that shows what an adapter has written only after a flush."""
+
+import os
+import re
+import subprocess
+
+import pytest
+
+from harness import BUILD, OVER_VERBS, PROGRAMS, Server
+from repository import ROOT
+
+pytestmark = pytest.mark.skipif(
+    bool(OVER_VERBS), reason="strict.so stands between the programs and tcp or shm")
+two_providers = pytest.mark.parametrize("provider", ["", "shm"],
+                                        ids=["default", "shm"])
+CUDA = f"{BUILD}/cuda"
+GPU_PROGRAMS = [program for program in PROGRAMS
+                if os.path.exists(os.path.join(ROOT, CUDA, program))]
+# Each with the folder that it is in.
+ALL = [(BUILD, program) for program in PROGRAMS] + \
+      [(CUDA, program) for program in GPU_PROGRAMS]
+all_programs = pytest.mark.parametrize(
+    "place,program", ALL,
+    ids=[program + ("-gpu" if place == CUDA else "") for place, program in ALL])
+# Here each operation takes milliseconds. Each page is written once: otherwise a WRITE
+# that comes too late would find its data in place already.
+ARGUMENTS = {"6_write": ["65536", "20"], "7_queue": ["65536", "100", "1"],
+             "8_malloc": ["4"], "10_lock": ["1"]}
+# Rarely is there room, what has been posted takes long, and RECVs complete in any
+# order. The device is an old one, as those beside A100 GPUs: it has no RDMA WRITE. A
+# long WRITE is a READ by the target, into a region that needs FI_RECV for it.
+HARSH = {"STRICT_EAGAIN": "50", "STRICT_TX": "4", "STRICT_DELAY_US": "10000",
+         "STRICT_CQ_DELAY_US": "10000", "STRICT_RECV_DISORDER": "1",
+         "STRICT_P4D": "1"}
+# 10_lock has thousands of operations, one after the other.
+SHORT_DELAYS = {"STRICT_DELAY_US": "200", "STRICT_CQ_DELAY_US": "300"}
+# How long the other side may take to learn that this one has given up.
+SOON = 5  # seconds
+
+
+@pytest.fixture
+def strict(run):
+    """Starts a server on such a network: strict("7_queue", "shm")."""
+    def start(program, provider="", place=BUILD, **env):
+        if program == "10_lock":
+            env = {**env, **SHORT_DELAYS}
+        return Server(run, place, program, provider,
+                      LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
+                      STRICT_DIR=run.new_folder(), **env)
+    return start
+
+
+def check_rules(*processes):
+    """No rule has been broken by processes that have ended."""
+    for process in processes:
+        assert "strict: VIOLATION" not in process.output, process.output
+        assert re.search(r"^strict: seen .* rules broken: 0 ", process.output, re.M), \
+            process.output
+
+
+def check_transfer(server, *args, **env):
+    """One client, which succeeds; then neither side has broken a rule."""
+    args = args or ARGUMENTS.get(server.program, server.entry.quick)
+    client = server.check_client(*args, **env)
+    # The last message of the client has reached it, too.
+    server.process.wait_for(r"^\[1\] Done\.$" if server.entry.bad_sessions
+                            else r"^Received ", SOON)
+    server.stop()
+    check_rules(client, server.process)
+    assert not server.errors(), server.process.output
+    return client
+
+
+@two_providers
+@all_programs
+def test_rules(strict, place, program, provider):
+    server = strict(program, provider, place)
+    client = check_transfer(server)
+    if place == CUDA:
+        assert " on cuda:0" in server.process.output
+        # The memory of a client of 8_malloc is the host's.
+        assert " on cuda:0" in client.output or program == "8_malloc"
+
+
+@all_programs
+def test_harsh(strict, place, program):
+    check_transfer(strict(program, "shm", place, **HARSH))
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_receipt_fails(strict, program):
+    """A RECV completes, the packet that tells its sender so does not arrive, and there
+    is a second entry, an error, for the same operation. It is no operation in flight
+    any more, so this costs nobody anything."""
+    check_transfer(strict(program, "shm", STRICT_RECEIPT_FAILS="100"))
+
+
+@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+def test_last_write(strict, program):
+    """The WRITE that says that all pages are there overtakes all others, and its client
+    loses no time. So it must not be posted before the others have completed, which has
+    to mean that their data is in place."""
+    server = strict(program, "shm", STRICT_DELAY_US="200000")
+    check_transfer(server, *ARGUMENTS[program], STRICT_DELAY_US="0",
+                   STRICT_CQ_DELAY_US="0")
+
+
+def test_last_message(strict):
+    """A BYE starts late. Its client must not be gone before it has arrived."""
+    check_transfer(strict("5_reverse", "shm"), STRICT_DELAY_US="300000")
+
+
+@pytest.mark.parametrize("size", ["3", "8000"])
+def test_short_messages(strict, size):
+    """efa-direct carries no message that is longer than a packet. A program is told
+    how long that is, and keeps to it."""
+    check_transfer(strict("5_reverse", "shm", STRICT_MAX_MSG="8192"), "x" * int(size))
+
+
+# ---- GPU memory ----
+
+@pytest.mark.skipif(not GPU_PROGRAMS, reason="the programs for GPUs are not built")
+class TestGpu:
+    @pytest.mark.parametrize("reason,env", [
+        ("in host memory (no GPU)", {"CUDA_STUB_DEVICES": "0"}),
+        ("in host memory (efa offers no GPU memory", {"STRICT_HMEM": "0"}),
+        ("in host memory (fi_mr_regattr of ", {"STRICT_HMEM": "2"}),
+        ("on cuda:0\n", {"CUDA_STUB_ORDERING": "100"}),
+        ("on cuda:0, which may show a WRITE later than its completion\n",
+         {"CUDA_STUB_FLUSH": "0"}),
+        ("in host memory (cudaMalloc: unknown error)",
+         {"CUDA_STUB_FAIL": "cudaMalloc:1"}),
+        ("in host memory (cudaMemset: ", {"CUDA_STUB_FAIL": "cudaMemset:1"}),
+        ("in host memory (cudaDeviceSynchronize: ",
+         {"CUDA_STUB_FAIL": "cudaDeviceSynchronize:1"}),
+        ("in host memory (cudaDeviceGetAttribute: ",
+         {"CUDA_STUB_FAIL": "cudaDeviceGetAttribute:2"}),
+        ("in host memory (cudaDeviceFlushGPUDirectRDMAWrites: ",
+         {"CUDA_STUB_FAIL": "cudaDeviceFlushGPUDirectRDMAWrites:1"}),
+    ], ids=lambda value: "-".join(*value.items()) if isinstance(value, dict) else "gpu")
+    def test_places(self, strict, reason, env):
+        """What can't be had of a GPU is had in host memory, and the reason is told."""
+        server = strict("6_write", "shm", place=CUDA)
+        client = check_transfer(server, "4096", "10", **env)
+        assert reason in client.output
+
+    @pytest.mark.parametrize("program", ["6_write", "7_queue"], ids="{}-gpu".format)
+    @pytest.mark.parametrize("call", [
+        "cudaDeviceGetAttribute:3", "cudaDeviceFlushGPUDirectRDMAWrites:2"])
+    def test_client_fails(self, strict, program, call):
+        """A client whose GPU fails says BYE, which spares the server its silence."""
+        server = strict(program, "shm", CUDA)
+        client = server.start_client(*ARGUMENTS[program], CUDA_STUB_FAIL=call)
+        assert client.wait() == 1, client.output
+        function = call.split(":")[0]
+        assert f"\nerror: {function}: unknown error\n" in client.output
+        server.process.wait_for(r"^\[1\] Done\.$", SOON)
+        server.stop()
+        check_rules(client, server.process)
+
+    @pytest.mark.parametrize("program", ["6_write", "7_queue"], ids="{}-gpu".format)
+    @pytest.mark.parametrize("call", ["cudaMemcpy:1", "cudaDeviceSynchronize:2"])
+    def test_server_fails(self, strict, program, call):
+        """A server whose GPU fails ends the session. The client learns of it, and
+        others are served."""
+        server = strict(program, "shm", CUDA, CUDA_STUB_FAIL=call)
+        client = server.start_client(*ARGUMENTS[program], CUDA_STUB_FAIL="")
+        assert client.wait() == 1, client.output
+        function = call.split(":")[0]
+        assert server.errors() == [f"[1] error: {function}: unknown error"]
+        assert client.seconds < SOON, client.output
+        other = server.check_client(*ARGUMENTS[program], CUDA_STUB_FAIL="")
+        server.stop()
+        check_rules(client, other, server.process)
+
+    def test_header(self):
+        """cuda_runtime.h says the same as the toolkit's own header, where there is
+        one: cuda_stub.cpp compiles with both, and compares the numbers."""
+        home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+        if not os.path.exists(f"{home}/include/cuda_runtime.h"):
+            pytest.skip("there is no CUDA Toolkit")
+        done = subprocess.run(
+            [os.environ.get("CXX", "g++"), "-std=c++20", "-fsyntax-only", "-isystem",
+             f"{home}/include", "scripts/tests/cuda_stub.cpp"],
+            cwd=ROOT, check=False, text=True, capture_output=True)
+        assert done.returncode == 0, done.stderr

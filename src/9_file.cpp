@@ -89,6 +89,7 @@ constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
 constexpr auto kAskLimit = 3s;        // without one, that client has given up
+constexpr auto kTellAfter = 100ms;    // in line, a client is told to wait
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
@@ -745,6 +746,8 @@ struct Session {
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
+  // Client: when to ask for a place again; max() until a WAIT tells us to.
+  Clock::time_point ask_at = Clock::time_point::max();
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), net(open_domain) {
@@ -778,7 +781,12 @@ struct Session {
       recv.Check();
       return message;
     }
-    if (BaseOf(message).nonce != nonce) return Take();
+    AppMessageBase base = BaseOf(message);
+    if (base.nonce != nonce) return Take();
+    if (base.type == AppMessageType::kWait) {  // may come after the ACCEPT
+      ask_at = Clock::now() + kAskPeriod;
+      return Take();
+    }
     return message;
   }
 
@@ -852,10 +860,9 @@ struct Session {
     net.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
-    // The server answers at once: with an ACCEPT or, if it serves as many
-    // clients as it can, with a WAIT.
+    // The server answers at once: with an ACCEPT or, if it has no place for us
+    // yet, with a WAIT.
     std::optional<Message> message;
-    Clock::time_point ask_at = Clock::time_point::max();
     bool told = false;
     net.WaitUntil("waiting for ACCEPT", [&] {
       if (Clock::now() >= ask_at) {
@@ -863,12 +870,11 @@ struct Session {
         ask_at = Clock::time_point::max();
       }
       message = Take();
-      if (message && TypeOf(*message) == AppMessageType::kWait) {
-        if (!told) printf("The server has no place for us yet: waiting\n");
+      if (!told && ask_at != Clock::time_point::max()) {
+        printf("The server has no place for us yet: waiting\n");
         told = true;
-        ask_at = Clock::now() + kAskPeriod;
       }
-      return message && TypeOf(*message) == AppMessageType::kAccept;
+      return message.has_value();
     });
     peer = net.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
@@ -893,7 +899,7 @@ struct WaitingLine {
   struct Visitor {
     AppConnectMessage connect;
     fi_addr_t addr = FI_ADDR_UNSPEC;  // for the listener, once it needs it
-    Clock::time_point asked_at;
+    Clock::time_point since;          // when it asked, or was told
     bool told;
   };
   std::deque<Visitor> visitors;
@@ -912,7 +918,7 @@ struct WaitingLine {
 
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
-      return Clock::now() - visitor.asked_at > kAskLimit;
+      return visitor.told && Clock::now() - visitor.since > kAskLimit;
     });
   }
 
@@ -921,8 +927,9 @@ struct WaitingLine {
   // client that has gone costs nothing.
   void TellAll(Network& listener) {
     for (Visitor& visitor : visitors) {
-      if (visitor.told) continue;
+      if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
+      visitor.since = Clock::now();
       if (visitor.addr == FI_ADDR_UNSPEC) {
         visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
       }
@@ -1498,10 +1505,10 @@ int ServerMain(const char* program, const std::string& directory) {
         if (!served) line.Add(connect);
       }
       line.RemoveGone();
-      if (clients.size() + leaving.size() >= kMaxClients ||
-          Clock::now() < full_until) {
-        line.TellAll(listener.net);
-      } else if (!line.visitors.empty()) {
+      line.TellAll(listener.net);
+      bool full = clients.size() + leaving.size() >= kMaxClients ||
+                  Clock::now() < full_until;
+      if (!full && !line.visitors.empty()) {
         // One at a time: opening an endpoint takes tens of ms over
         // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
         full_until = Clock::now() + kAskPeriod;

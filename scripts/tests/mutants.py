@@ -117,12 +117,24 @@ MUTANTS = {
         "test_strangers.py test_byes_of_strangers and 5_reverse"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
-        "if (visitor.told) continue;", "continue;",
+        "if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;",
+        "continue;",
         "test_strangers.py test_line"),
     "given-up": Mutant(
         "who has given up leaves the line", "8_malloc",
         "      line.RemoveGone();\n", "",
         "test_strangers.py test_line"),
+    "given-up-untold": Mutant(
+        "who was never told to wait has not given up", "5_reverse",
+        "return visitor.told && Clock::now() - visitor.since > kAskLimit;",
+        "return Clock::now() - visitor.since > kAskLimit;",
+        "test_strict.py test_slow_endpoints"),
+    "tell-when-full": Mutant(
+        "a server with places left tells those who wait for one, too", "5_reverse",
+        """      line.TellAll(listener.net);
+      bool full =""", """      if (clients.size() >= kMaxClients) line.TellAll(listener.net);
+      bool full =""",
+        "test_strict.py test_slow_endpoints"),
     "line-once": Mutant(
         "nobody stands in the line twice", "8_malloc",
         "return AddressIn(visitor.connect) == AddressIn(connect);",

@@ -17,6 +17,7 @@
 //   STRICT_RECV_DISORDER=1  RECVs complete in any order
 //   STRICT_HMEM=N         1: GPU memory is supported (default), 0: it is not,
 //                         2: the provider says so and then registers none
+//   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
 //   STRICT_P4D=1          an older device, which has no RDMA WRITE
 //   STRICT_RECEIPT_FAILS=P  percent of the RECVs that complete, and then once
 //                         more, with an error
@@ -98,6 +99,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -124,12 +126,14 @@ const auto g_pieces = static_cast<size_t>(Setting("STRICT_PIECES", 4));
 const auto g_max_msg = static_cast<size_t>(Setting("STRICT_MAX_MSG", -1));
 const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
 const long g_hmem = Setting("STRICT_HMEM", 1);
+const long g_open_us = Setting("STRICT_OPEN_US", 0);
 const bool g_p4d = Setting("STRICT_P4D", 0);
 const long g_receipt_fails = Setting("STRICT_RECEIPT_FAILS", 0);
 
 constexpr size_t kPageSize = 4096;
 constexpr size_t kAddressSize = 32;      // that of efa: GID, QPN, QKEY
 constexpr size_t kImmDataSize = 4;       // bytes
+constexpr size_t kInjectSize = 32;       // bytes; efa-direct's
 constexpr size_t kP4dHostWrite = 65536;  // a WRITE of so many bytes is a READ
 constexpr size_t kP4dGpuWrite = 8000;
 constexpr long kReadyPercent = 70;  // of the looks at the completion queue
@@ -808,6 +812,24 @@ ssize_t RecvMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
   return Message(kRecv, ep, msg, flags);
 }
 
+// Leaves at once, and nobody hears what became of it.
+ssize_t Inject(struct fid_ep* fid, const void* data, size_t size,
+               fi_addr_t addr) {
+  auto& ep = *static_cast<Endpoint*>(fid);
+  if (!Use(ep.object)) return -FI_EINVAL;
+  if (NoRoom(ep, kSend)) return -FI_EAGAIN;
+  if (size > kInjectSize) {
+    Violation("size", "fi_inject of " + std::to_string(size) + " bytes");
+  }
+  auto* real = Real<struct fid_ep>(ep.object);
+  ssize_t ret = fi_inject(real, data, size, addr);
+  if (ret == 0 && ep.av->names[addr]->recvs-- <= 0) {
+    Count("messages that found no RECV");
+  }
+  if (ret == 0) Count("fi_inject");
+  return ret;
+}
+
 ssize_t OneSided(Kind kind, struct fid_ep* fid, const struct fi_msg_rma* msg,
                  uint64_t flags) {
   auto& ep = *static_cast<Endpoint*>(fid);
@@ -1003,8 +1025,10 @@ struct fi_ops g_ep_fid_ops = {.size = sizeof(g_ep_fid_ops),
                               .bind = BindEndpoint,
                               .control = ControlEndpoint};
 struct fi_ops_cm g_ep_cm = {.size = sizeof(g_ep_cm), .getname = GetName};
-struct fi_ops_msg g_ep_msg = {
-    .size = sizeof(g_ep_msg), .recvmsg = RecvMsg, .sendmsg = SendMsg};
+struct fi_ops_msg g_ep_msg = {.size = sizeof(g_ep_msg),
+                              .recvmsg = RecvMsg,
+                              .sendmsg = SendMsg,
+                              .inject = Inject};
 struct fi_ops_rma g_ep_rma = {
     .size = sizeof(g_ep_rma), .readmsg = ReadMsg, .writemsg = WriteMsg};
 struct fi_ops_atomic g_ep_atomic = {.size = sizeof(g_ep_atomic),
@@ -1249,6 +1273,7 @@ struct fi_ops* g_real_domain_fid = nullptr;
 int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
                  struct fid_ep** result, void* context) {
   CheckThread();
+  std::this_thread::sleep_for(std::chrono::microseconds(g_open_us));
   struct fid_ep* real = nullptr;
   int ret = g_real_domain->endpoint(domain, RealInfo(info), &real, context);
   if (ret != 0) return ret;

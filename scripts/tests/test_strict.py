@@ -75,6 +75,19 @@ def check_transfer(server, *args, **env):
 
 
 @two_providers
+def test_slow_endpoints(strict, provider):
+    """A server that takes its time to open endpoints tells those who wait for theirs,
+    and keeps them in line, though it has places left."""
+    server = strict("5_reverse", provider, STRICT_OPEN_US="600000")
+    clients = [server.start_client(STRICT_OPEN_US="0") for _ in range(9)]
+    for client in clients:
+        assert client.wait(60) == 0, client.output
+    assert any("no place for us yet" in client.output for client in clients)
+    server.stop()
+    check_rules(*clients, server.process)
+
+
+@two_providers
 @all_programs
 def test_rules(strict, place, program, provider):
     server = strict(program, provider, place)

@@ -228,14 +228,14 @@ std::string Describe(const struct fi_info* info) {
 struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> domain;
+  Owned<struct fid_domain> handle;
   uint64_t next_key = 1;
 
   // Opens the first interface of a list.
   explicit Domain(Info list) : info(std::move(list)) {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
-    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
   }
 
   // Returns the greatest length of a message, in bytes. Server and client use
@@ -265,7 +265,7 @@ Memory AllocHost(size_t size) {
 // Registered memory: the adapter knows it, and which operations may use it
 // (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
 // adapter may use its buffer at any time, so declare a buffer before the
-// Network that uses it. Then C++ closes the Network first.
+// Endpoint that uses it. Then C++ closes the Endpoint first.
 struct Buffer {
   size_t size;  // bytes
   Memory data;
@@ -281,7 +281,7 @@ struct Buffer {
     // Used by providers that let us choose the key (those without
     // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
     attr.requested_key = domain.next_key++;
-    FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
+    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr),
             "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
 };
@@ -320,7 +320,7 @@ struct RdmaOp {
 // An endpoint, where operations are posted, and what belongs to it: a
 // completion queue, which says what became of them, an address vector, which
 // holds the addresses of peers, and an event queue.
-struct Network {
+struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
@@ -333,14 +333,14 @@ struct Network {
   Owned<struct fid_eq> eq;
   Owned<struct fid_ep> ep;
 
-  explicit Network(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     struct fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
     struct fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
-    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+    FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
@@ -348,7 +348,7 @@ struct Network {
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
-    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
@@ -519,15 +519,15 @@ using Message = std::string;  // any bytes
 // An endpoint, and the messages that arrive there.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // of all RECVs
-  std::vector<Buffer*> idle_recvs;  // those without a RECV
-  std::deque<RdmaOp> arrivals;      // completed RECVs
-  Network net;
+  std::list<Buffer> bufs;               // of all RECVs
+  std::vector<Buffer*> free_recv_bufs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  Endpoint endpoint;
 
   explicit Session(Domain& open_domain)
-      : domain(open_domain), net(open_domain) {
+      : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
-      idle_recvs.push_back(
+      free_recv_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
     }
     PostRecvs();
@@ -536,18 +536,19 @@ struct Session {
   // Posts a RECV for each idle buffer, as far as libfabric has room.
   void PostRecvs() {
     auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    while (!idle_recvs.empty() && net.Post({.type = RdmaOpType::kRecv,
-                                            .buf = idle_recvs.back(),
-                                            .len = idle_recvs.back()->size,
-                                            .callback = arrived})) {
-      idle_recvs.pop_back();
+    while (!free_recv_bufs.empty() &&
+           endpoint.Post({.type = RdmaOpType::kRecv,
+                          .buf = free_recv_bufs.back(),
+                          .len = free_recv_bufs.back()->size,
+                          .callback = arrived})) {
+      free_recv_bufs.pop_back();
     }
   }
 
   // Posts what has to wait, and polls. Returns the number of completions.
   size_t Poll() {
     PostRecvs();
-    return net.PollCompletion();
+    return endpoint.PollCompletion();
   }
 
   // Takes out the next message, if there is one. Throws if its RECV has failed,
@@ -560,7 +561,7 @@ struct Session {
     if (recv.error.empty()) {
       message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
     }
-    idle_recvs.push_back(recv.buf);
+    free_recv_bufs.push_back(recv.buf);
     recv.Check();
     return message;
   }
@@ -571,15 +572,15 @@ struct Session {
 // ---------------------------------------------------------------------------
 
 // Prints how to reach the server.
-void PrintClientCommand(const char* program, const Network& net) {
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
   printf("Run the client with the following command:\n  %s%s %s\n",
-         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
 int ServerMain(const char* program) {
   Domain domain(GetInfo(kCaps));
   Session listener(domain);
-  PrintClientCommand(program, listener.net);
+  PrintClientCommand(program, listener.endpoint);
 
   while (!g_interrupted) {
     size_t completions = 0;
@@ -607,8 +608,8 @@ int ClientMain(const Address& server_addr, const std::string& text) {
   }
   Buffer buf(domain, text.size(), FI_SEND);
   memcpy(buf.data.get(), text.data(), text.size());
-  Network net(domain);
-  fi_addr_t server = net.AddPeerAddress(server_addr);
+  Endpoint endpoint(domain);
+  fi_addr_t server = endpoint.AddPeerAddress(server_addr);
 
   // A signal may come before the first contact, or wait for it. In between, the
   // shm provider of libfabric 1.17 would end the other process with ours.
@@ -617,18 +618,18 @@ int ClientMain(const Address& server_addr, const std::string& text) {
   bool sent = false;
   auto post_and_ask = [&] {
     if (!posted) {
-      posted = net.Post({.type = RdmaOpType::kSend,
-                         .peer = server,
-                         .buf = &buf,
-                         .len = text.size(),
-                         .callback = [&sent](const RdmaOp& op) {
-                           op.Check();
-                           sent = true;
-                         }});
+      posted = endpoint.Post({.type = RdmaOpType::kSend,
+                              .peer = server,
+                              .buf = &buf,
+                              .len = text.size(),
+                              .callback = [&sent](const RdmaOp& op) {
+                                op.Check();
+                                sent = true;
+                              }});
     }
     return sent;
   };
-  net.WaitUntil("sending the text", post_and_ask, kContactGrace);
+  endpoint.WaitUntil("sending the text", post_and_ask, kContactGrace);
   printf("Sent %zu bytes.\n", text.size());
   return 0;
 }

@@ -241,14 +241,14 @@ std::string Describe(const struct fi_info* info) {
 struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> domain;
+  Owned<struct fid_domain> handle;
   uint64_t next_key = 1;
 
   // Opens the first interface of a list.
   explicit Domain(Info list) : info(std::move(list)) {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
-    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
   }
 
   // Returns the greatest length of a message, in bytes. Server and client use
@@ -278,7 +278,7 @@ Memory AllocHost(size_t size) {
 // Registered memory: the adapter knows it, and which operations may use it
 // (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
 // adapter may use its buffer at any time, so declare a buffer before the
-// Network that uses it. Then C++ closes the Network first.
+// Endpoint that uses it. Then C++ closes the Endpoint first.
 struct Buffer {
   size_t size;  // bytes
   Memory data;
@@ -294,7 +294,7 @@ struct Buffer {
     // Used by providers that let us choose the key (those without
     // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
     attr.requested_key = domain.next_key++;
-    FiCheck(fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr),
+    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr),
             "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
 };
@@ -333,7 +333,7 @@ struct RdmaOp {
 // An endpoint, where operations are posted, and what belongs to it: a
 // completion queue, which says what became of them, an address vector, which
 // holds the addresses of peers, and an event queue.
-struct Network {
+struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
@@ -346,14 +346,14 @@ struct Network {
   Owned<struct fid_eq> eq;
   Owned<struct fid_ep> ep;
 
-  explicit Network(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     struct fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
     struct fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
-    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+    FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
@@ -361,7 +361,7 @@ struct Network {
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
-    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
@@ -607,13 +607,13 @@ Address AddressIn(const AppConnectMessage& connect) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // of all RECVs and SENDs
-  std::vector<Buffer*> idle_recvs;  // those without a RECV
-  std::deque<RdmaOp> arrivals;      // completed RECVs
-  std::vector<Buffer*> idle_sends;  // those without a message
-  std::deque<RdmaOp> unposted;      // SENDs that libfabric had no room for
-  size_t unsent = 0;                // messages whose SEND has not completed
-  Network net;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::vector<Buffer*> free_recv_bufs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  std::deque<RdmaOp> unposted;          // SENDs that libfabric had no room for
+  size_t unsent = 0;                    // messages whose SEND has not completed
+  Endpoint endpoint;
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
@@ -621,9 +621,9 @@ struct Session {
   Clock::time_point ask_at = Clock::time_point::max();
 
   explicit Session(Domain& open_domain)
-      : domain(open_domain), net(open_domain) {
+      : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
-      idle_recvs.push_back(
+      free_recv_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
     }
     PostRecvs();
@@ -632,17 +632,18 @@ struct Session {
   // Posts a RECV for each idle buffer, as far as libfabric has room.
   void PostRecvs() {
     auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    while (!idle_recvs.empty() && net.Post({.type = RdmaOpType::kRecv,
-                                            .buf = idle_recvs.back(),
-                                            .len = idle_recvs.back()->size,
-                                            .callback = arrived})) {
-      idle_recvs.pop_back();
+    while (!free_recv_bufs.empty() &&
+           endpoint.Post({.type = RdmaOpType::kRecv,
+                          .buf = free_recv_bufs.back(),
+                          .len = free_recv_bufs.back()->size,
+                          .callback = arrived})) {
+      free_recv_bufs.pop_back();
     }
   }
 
   // Posts the SENDs that wait, in order, as far as libfabric has room.
   void PostSends() {
-    while (!unposted.empty() && net.Post(unposted.front())) {
+    while (!unposted.empty() && endpoint.Post(unposted.front())) {
       unposted.pop_front();
     }
   }
@@ -651,10 +652,10 @@ struct Session {
   size_t Poll() {
     PostRecvs();
     PostSends();
-    return net.PollCompletion();
+    return endpoint.PollCompletion();
   }
 
-  // Posts and polls until `done` returns true. See Network::WaitUntil.
+  // Posts and polls until `done` returns true. See Endpoint::WaitUntil.
   void WaitUntil(const char* what, const std::function<bool()>& done,
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
@@ -663,7 +664,7 @@ struct Session {
       PostSends();
       return done();
     };
-    net.WaitUntil(what, post_and_ask, grace, limit);
+    endpoint.WaitUntil(what, post_and_ask, grace, limit);
   }
 
   // Takes out the next message, if there is one. Throws if the server has
@@ -678,7 +679,7 @@ struct Session {
     if (recv.error.empty()) {
       message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
     }
-    idle_recvs.push_back(recv.buf);
+    free_recv_bufs.push_back(recv.buf);
     if (nonce == 0) {
       recv.Check();
       return message;
@@ -706,12 +707,12 @@ struct Session {
       throw std::runtime_error("a message of " + std::to_string(len) +
                                " bytes is too long for this provider");
     }
-    if (idle_sends.empty()) {
-      idle_sends.push_back(
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
     }
-    Buffer* buf = idle_sends.back();
-    idle_sends.pop_back();
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
     memcpy(buf->data.get(), &head, sizeof(head));
     memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
            sizeof(nonce));
@@ -724,7 +725,7 @@ struct Session {
                    .callback = [this](const RdmaOp& op) {
                      op.Check();
                      --unsent;
-                     idle_sends.push_back(op.buf);
+                     free_send_bufs.push_back(op.buf);
                    }};
     unposted.push_back(std::move(send));
     PostSends();
@@ -734,14 +735,14 @@ struct Session {
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(net.addr.size());
-    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
 
   // Server: tells a client which endpoint serves it.
   void Accept(const AppConnectMessage& connect) {
-    peer = net.AddPeerAddress(AddressIn(connect));
+    peer = endpoint.AddPeerAddress(AddressIn(connect));
     nonce = connect.base.nonce;
     SendAddress(AppMessageType::kAccept);
   }
@@ -764,7 +765,7 @@ struct Session {
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
-    peer = net.AddPeerAddress(server_addr);
+    peer = endpoint.AddPeerAddress(server_addr);
     nonce = std::random_device()();
     // A signal may come before the first contact, or wait for it. In between,
     // the shm provider of libfabric 1.17 would end the other process with ours.
@@ -789,7 +790,7 @@ struct Session {
       }
       return message.has_value();
     });
-    peer = net.AddPeerAddress(
+    peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
 
@@ -838,7 +839,7 @@ struct WaitingLine {
   // Tells all who do not know it yet that they have to wait. libfabric copies
   // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
   // client that has gone costs nothing.
-  void TellAll(Network& listener) {
+  void TellAll(Endpoint& listener) {
     for (Visitor& visitor : visitors) {
       if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
@@ -859,9 +860,9 @@ struct WaitingLine {
 // ---------------------------------------------------------------------------
 
 // Prints how to reach the server.
-void PrintClientCommand(const char* program, const Network& net) {
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
   printf("Run the client with the following command:\n  %s%s %s\n",
-         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
 // Prints a line about a client. The number says which one.
@@ -870,7 +871,7 @@ void PrintLine(FILE* file, size_t number, const std::string& text) {
 }
 
 // A client, and what it asks of the server: to reverse a text.
-struct ReverseRequestState {
+struct ServedClient {
   size_t number;  // of the client; begins each line about it
   AppConnectMessage connect_msg;
   Session session;
@@ -878,8 +879,8 @@ struct ReverseRequestState {
   bool done = false;  // the client has said BYE
 
   // Opens the session. Throws if the machine lacks what that takes.
-  ReverseRequestState(Domain& domain, size_t client_number,
-                      const AppConnectMessage& connect)
+  ServedClient(Domain& domain, size_t client_number,
+               const AppConnectMessage& connect)
       : number(client_number), connect_msg(connect), session(domain) {}
 
   // Accepts the client. Throws if its address cannot be right.
@@ -906,7 +907,7 @@ struct ReverseRequestState {
       session.Refuse(e.what());
       throw;
     }
-    session.net.CheckSilence("waiting for the client");
+    session.endpoint.CheckSilence("waiting for the client");
     return completions;
   }
 
@@ -929,9 +930,9 @@ int ServerMain(const char* program) {
   Domain domain(GetInfo(kCaps));
   Session listener(domain);
   WaitingLine line;
-  std::list<ReverseRequestState> clients;
-  std::list<ReverseRequestState> leaving;  // with a last message on its way
-  PrintClientCommand(program, listener.net);
+  std::list<ServedClient> clients;
+  std::list<ServedClient> leaving;  // with a last message on its way
+  PrintClientCommand(program, listener.endpoint);
 
   size_t num_clients = 0;        // so far
   Clock::time_point full_until;  // there is no memory for another one
@@ -948,7 +949,7 @@ int ServerMain(const char* program) {
         if (!served) line.Add(connect);
       }
       line.RemoveGone();
-      line.TellAll(listener.net);
+      line.TellAll(listener.endpoint);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {

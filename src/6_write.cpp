@@ -254,7 +254,7 @@ std::string Describe(const struct fi_info* info) {
 struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> domain;
+  Owned<struct fid_domain> handle;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -262,7 +262,7 @@ struct Domain {
   explicit Domain(Info list) : info(std::move(list)) {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
-    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
     // A provider without immediate data would answer -FI_EAGAIN for ever to the
     // last WRITE.
     if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {
@@ -320,7 +320,7 @@ bool CudaFlushWrites(int gpu);
 // Registered memory: the adapter knows it, and which operations may use it
 // (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
 // adapter may use its buffer at any time, so declare a buffer before the
-// Network that uses it. Then C++ closes the Network first.
+// Endpoint that uses it. Then C++ closes the Endpoint first.
 struct Buffer {
   size_t size;  // bytes
   int gpu;      // that has the memory; -1: the host
@@ -345,7 +345,7 @@ struct Buffer {
     int ret = 0;
     do {
       attr.requested_key = domain.RandomKey();
-      ret = fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr);
+      ret = fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr);
     } while (ret == -FI_ENOKEY);
     FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
@@ -403,7 +403,7 @@ struct RdmaOp {
 // An endpoint, where operations are posted, and what belongs to it: a
 // completion queue, which says what became of them, an address vector, which
 // holds the addresses of peers, and an event queue.
-struct Network {
+struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
@@ -419,14 +419,14 @@ struct Network {
   Owned<struct fid_eq> eq;
   Owned<struct fid_ep> ep;
 
-  explicit Network(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     struct fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
     struct fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
-    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+    FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
@@ -434,7 +434,7 @@ struct Network {
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
-    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
@@ -705,13 +705,13 @@ Address AddressIn(const AppConnectMessage& connect) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // of all RECVs and SENDs
-  std::vector<Buffer*> idle_recvs;  // those without a RECV
-  std::deque<RdmaOp> arrivals;      // completed RECVs
-  std::vector<Buffer*> idle_sends;  // those without a message
-  std::deque<RdmaOp> unposted;      // SENDs that libfabric had no room for
-  size_t unsent = 0;                // messages whose SEND has not completed
-  Network net;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::vector<Buffer*> free_recv_bufs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  std::deque<RdmaOp> unposted;          // SENDs that libfabric had no room for
+  size_t unsent = 0;                    // messages whose SEND has not completed
+  Endpoint endpoint;
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
@@ -719,9 +719,9 @@ struct Session {
   Clock::time_point ask_at = Clock::time_point::max();
 
   explicit Session(Domain& open_domain)
-      : domain(open_domain), net(open_domain) {
+      : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
-      idle_recvs.push_back(
+      free_recv_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
     }
     PostRecvs();
@@ -730,17 +730,18 @@ struct Session {
   // Posts a RECV for each idle buffer, as far as libfabric has room.
   void PostRecvs() {
     auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    while (!idle_recvs.empty() && net.Post({.type = RdmaOpType::kRecv,
-                                            .buf = idle_recvs.back(),
-                                            .len = idle_recvs.back()->size,
-                                            .callback = arrived})) {
-      idle_recvs.pop_back();
+    while (!free_recv_bufs.empty() &&
+           endpoint.Post({.type = RdmaOpType::kRecv,
+                          .buf = free_recv_bufs.back(),
+                          .len = free_recv_bufs.back()->size,
+                          .callback = arrived})) {
+      free_recv_bufs.pop_back();
     }
   }
 
   // Posts the SENDs that wait, in order, as far as libfabric has room.
   void PostSends() {
-    while (!unposted.empty() && net.Post(unposted.front())) {
+    while (!unposted.empty() && endpoint.Post(unposted.front())) {
       unposted.pop_front();
     }
   }
@@ -749,10 +750,10 @@ struct Session {
   size_t Poll() {
     PostRecvs();
     PostSends();
-    return net.PollCompletion();
+    return endpoint.PollCompletion();
   }
 
-  // Posts and polls until `done` returns true. See Network::WaitUntil.
+  // Posts and polls until `done` returns true. See Endpoint::WaitUntil.
   void WaitUntil(const char* what, const std::function<bool()>& done,
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
@@ -761,7 +762,7 @@ struct Session {
       PostSends();
       return done();
     };
-    net.WaitUntil(what, post_and_ask, grace, limit);
+    endpoint.WaitUntil(what, post_and_ask, grace, limit);
   }
 
   // Takes out the next message, if there is one. Throws if the server has
@@ -776,7 +777,7 @@ struct Session {
     if (recv.error.empty()) {
       message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
     }
-    idle_recvs.push_back(recv.buf);
+    free_recv_bufs.push_back(recv.buf);
     if (nonce == 0) {
       recv.Check();
       return message;
@@ -804,12 +805,12 @@ struct Session {
       throw std::runtime_error("a message of " + std::to_string(len) +
                                " bytes is too long for this provider");
     }
-    if (idle_sends.empty()) {
-      idle_sends.push_back(
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
     }
-    Buffer* buf = idle_sends.back();
-    idle_sends.pop_back();
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
     memcpy(buf->data.get(), &head, sizeof(head));
     memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
            sizeof(nonce));
@@ -822,7 +823,7 @@ struct Session {
                    .callback = [this](const RdmaOp& op) {
                      op.Check();
                      --unsent;
-                     idle_sends.push_back(op.buf);
+                     free_send_bufs.push_back(op.buf);
                    }};
     unposted.push_back(std::move(send));
     PostSends();
@@ -832,14 +833,14 @@ struct Session {
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(net.addr.size());
-    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
 
   // Server: tells a client which endpoint serves it.
   void Accept(const AppConnectMessage& connect) {
-    peer = net.AddPeerAddress(AddressIn(connect));
+    peer = endpoint.AddPeerAddress(AddressIn(connect));
     nonce = connect.base.nonce;
     SendAddress(AppMessageType::kAccept);
   }
@@ -862,7 +863,7 @@ struct Session {
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
-    peer = net.AddPeerAddress(server_addr);
+    peer = endpoint.AddPeerAddress(server_addr);
     nonce = std::random_device()();
     // A signal may come before the first contact, or wait for it. In between,
     // the shm provider of libfabric 1.17 would end the other process with ours.
@@ -887,7 +888,7 @@ struct Session {
       }
       return message.has_value();
     });
-    peer = net.AddPeerAddress(
+    peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
 
@@ -936,7 +937,7 @@ struct WaitingLine {
   // Tells all who do not know it yet that they have to wait. libfabric copies
   // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
   // client that has gone costs nothing.
-  void TellAll(Network& listener) {
+  void TellAll(Endpoint& listener) {
     for (Visitor& visitor : visitors) {
       if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
@@ -957,9 +958,9 @@ struct WaitingLine {
 // ---------------------------------------------------------------------------
 
 // Prints how to reach the server.
-void PrintClientCommand(const char* program, const Network& net) {
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
   printf("Run the client with the following command:\n  %s%s %s\n",
-         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
 // Prints a line about a client. The number says which one.
@@ -971,7 +972,7 @@ void PrintLine(FILE* file, size_t number, const std::string& text) {
 // to page page_idx[i] of this memory.
 struct AppRandomFillMessage {
   AppMessageBase base;
-  uint32_t remote_context;  // to come back as immediate data; not 0
+  uint32_t imm_data;  // to come back as immediate data; not 0
   uint32_t num_pages;
   uint64_t addr;  // of the memory
   uint64_t size;  // bytes
@@ -995,7 +996,7 @@ std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
                        uint64_t access);
 
 // A client, and what it asks of the server: to fill its memory with pages.
-struct RandomFillRequestState {
+struct ServedClient {
   size_t number;  // of the client; begins each line about it
   AppConnectMessage connect_msg;
   std::optional<Buffer> source;  // the pages, once the client has asked
@@ -1009,8 +1010,8 @@ struct RandomFillRequestState {
   bool done = false;  // the client has said BYE
 
   // Opens the session. Throws if the machine lacks what that takes.
-  RandomFillRequestState(Domain& domain, size_t client_number,
-                         const AppConnectMessage& connect)
+  ServedClient(Domain& domain, size_t client_number,
+               const AppConnectMessage& connect)
       : number(client_number), connect_msg(connect), session(domain) {}
 
   // Accepts the client. Throws if its address cannot be right.
@@ -1039,7 +1040,7 @@ struct RandomFillRequestState {
       throw;
     }
     ContinuePostWrite();
-    session.net.CheckSilence("waiting for the client");
+    session.endpoint.CheckSilence("waiting for the client");
     return completions;
   }
 
@@ -1054,7 +1055,7 @@ struct RandomFillRequestState {
         indices_size / sizeof(uint32_t) != msg.num_pages) {
       throw BadMessage("its sizes do not fit together");
     }
-    if (msg.remote_context == 0) throw BadMessage("no remote_context");
+    if (msg.imm_data == 0) throw BadMessage("no imm_data");
     if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0 ||
         msg.page_size > kMaxPageSize ||
         msg.page_size > session.domain.info->ep_attr->max_msg_size ||
@@ -1111,12 +1112,12 @@ struct RandomFillRequestState {
                       .offset = i * page_size,
                       .remote_addr = request_msg.addr + page_idx[i] * page_size,
                       .remote_key = request_msg.rkey,
-                      .imm_data = last ? request_msg.remote_context : 0,
+                      .imm_data = last ? request_msg.imm_data : 0,
                       .callback = [this](const RdmaOp& op) {
                         op.Check();
                         HandleWriteCompletion();
                       }};
-      if (!session.net.Post(std::move(write))) return;
+      if (!session.endpoint.Post(std::move(write))) return;
       ++posted_write_ops;
     }
   }
@@ -1154,9 +1155,9 @@ int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
   Session listener(domain);
   WaitingLine line;
-  std::list<RandomFillRequestState> clients;
-  std::list<RandomFillRequestState> leaving;  // with a last message on its way
-  PrintClientCommand(program, listener.net);
+  std::list<ServedClient> clients;
+  std::list<ServedClient> leaving;  // with a last message on its way
+  PrintClientCommand(program, listener.endpoint);
 
   size_t num_clients = 0;        // so far
   Clock::time_point full_until;  // there is no memory for another one
@@ -1173,7 +1174,7 @@ int ServerMain(const char* program) {
         if (!served) line.Add(connect);
       }
       line.RemoveGone();
-      line.TellAll(listener.net);
+      line.TellAll(listener.endpoint);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1279,13 +1280,13 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages) {
   page_idx.resize(num_pages);
   AppRandomFillMessage request = {};
   request.base.type = AppMessageType::kRandomFill;
-  request.remote_context = static_cast<uint32_t>(random()) | 1;
+  request.imm_data = static_cast<uint32_t>(random()) | 1;
   request.seed = random();
   request.page_size = page_size;
   request.num_pages = static_cast<uint32_t>(num_pages);
   bool filled = false;
-  session.net.on_imm_data = [&](uint32_t imm_data) {
-    filled |= imm_data == request.remote_context;
+  session.endpoint.on_imm_data = [&](uint32_t imm_data) {
+    filled |= imm_data == request.imm_data;
   };
   try {
     SendRequest(session, *memory, request, page_idx);

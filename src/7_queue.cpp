@@ -294,7 +294,7 @@ std::string Describe(const struct fi_info* info) {
 struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> domain;
+  Owned<struct fid_domain> handle;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -302,7 +302,7 @@ struct Domain {
   explicit Domain(Info list) : info(std::move(list)) {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
-    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
     // A provider without immediate data would answer -FI_EAGAIN for ever to the
     // last WRITE.
     if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {
@@ -364,7 +364,7 @@ bool CudaFlushWrites(int gpu);
 // Registered memory: the adapter knows it, and which operations may use it
 // (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
 // adapter may use its buffer at any time, so declare a buffer before the
-// Network that uses it. Then C++ closes the Network first.
+// Endpoint that uses it. Then C++ closes the Endpoint first.
 struct Buffer {
   size_t size;  // bytes
   int gpu;      // that has the memory; -1: the host
@@ -389,7 +389,7 @@ struct Buffer {
     int ret = 0;
     do {
       attr.requested_key = domain.RandomKey();
-      ret = fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr);
+      ret = fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr);
     } while (ret == -FI_ENOKEY);
     FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
@@ -447,7 +447,7 @@ struct RdmaOp {
 // An endpoint, where operations are posted, and what belongs to it: a
 // completion queue, which says what became of them, an address vector, which
 // holds the addresses of peers, and an event queue.
-struct Network {
+struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
@@ -466,14 +466,14 @@ struct Network {
   Owned<struct fid_eq> eq;
   Owned<struct fid_ep> ep;
 
-  explicit Network(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     struct fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
     struct fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
-    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+    FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
@@ -481,7 +481,7 @@ struct Network {
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
-    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
@@ -773,11 +773,11 @@ Address AddressIn(const AppConnectMessage& connect) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // of all RECVs and SENDs
-  std::deque<RdmaOp> arrivals;      // completed RECVs
-  std::vector<Buffer*> idle_sends;  // those without a message
-  size_t unsent = 0;                // messages whose SEND has not completed
-  Network net;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  size_t unsent = 0;                    // messages whose SEND has not completed
+  Endpoint endpoint;
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
@@ -785,7 +785,7 @@ struct Session {
   Clock::time_point ask_at = Clock::time_point::max();
 
   explicit Session(Domain& open_domain)
-      : domain(open_domain), net(open_domain) {
+      : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
       PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
     }
@@ -794,10 +794,10 @@ struct Session {
   // Posts a RECV: the next message, from anybody, goes into `buf`.
   void PostRecv(Buffer& buf) {
     auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    net.Post({.type = RdmaOpType::kRecv,
-              .buf = &buf,
-              .len = buf.size,
-              .callback = arrived});
+    endpoint.Post({.type = RdmaOpType::kRecv,
+                   .buf = &buf,
+                   .len = buf.size,
+                   .callback = arrived});
   }
 
   // Takes out the next message, if there is one. Throws if the server has
@@ -840,12 +840,12 @@ struct Session {
       throw std::runtime_error("a message of " + std::to_string(len) +
                                " bytes is too long for this provider");
     }
-    if (idle_sends.empty()) {
-      idle_sends.push_back(
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
     }
-    Buffer* buf = idle_sends.back();
-    idle_sends.pop_back();
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
     memcpy(buf->data.get(), &head, sizeof(head));
     memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
            sizeof(nonce));
@@ -858,23 +858,23 @@ struct Session {
                    .callback = [this](const RdmaOp& op) {
                      op.Check();
                      --unsent;
-                     idle_sends.push_back(op.buf);
+                     free_send_bufs.push_back(op.buf);
                    }};
-    net.Post(std::move(send));
+    endpoint.Post(std::move(send));
   }
 
   // Sends our address: in a CONNECT or an ACCEPT.
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(net.addr.size());
-    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
 
   // Server: tells a client which endpoint serves it.
   void Accept(const AppConnectMessage& connect) {
-    peer = net.AddPeerAddress(AddressIn(connect));
+    peer = endpoint.AddPeerAddress(AddressIn(connect));
     nonce = connect.base.nonce;
     SendAddress(AppMessageType::kAccept);
   }
@@ -888,7 +888,7 @@ struct Session {
   // Returns whether the last messages have left, or have had time to.
   bool HasLeft() {
     try {
-      if (Clock::now() < leave_at) net.PollCompletion();
+      if (Clock::now() < leave_at) endpoint.PollCompletion();
     } catch (const std::exception&) {
       return true;
     }
@@ -897,20 +897,20 @@ struct Session {
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
-    peer = net.AddPeerAddress(server_addr);
+    peer = endpoint.AddPeerAddress(server_addr);
     nonce = std::random_device()();
     // A signal may come before the first contact, or wait for it. In between,
     // the shm provider of libfabric 1.17 would end the other process with ours.
     CheckInterrupted();
     SendAddress(AppMessageType::kConnect);
-    net.WaitUntil(
+    endpoint.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
     // The server answers at once: with an ACCEPT or, if it has no place for us
     // yet, with a WAIT.
     std::optional<Message> message;
     bool told = false;
-    net.WaitUntil("waiting for ACCEPT", [&] {
+    endpoint.WaitUntil("waiting for ACCEPT", [&] {
       if (Clock::now() >= ask_at) {
         SendAddress(AppMessageType::kConnect);
         ask_at = Clock::time_point::max();
@@ -922,7 +922,7 @@ struct Session {
       }
       return message.has_value();
     });
-    peer = net.AddPeerAddress(
+    peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
 
@@ -931,7 +931,7 @@ struct Session {
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
-      net.WaitUntil(
+      endpoint.WaitUntil(
           "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
@@ -971,7 +971,7 @@ struct WaitingLine {
   // Tells all who do not know it yet that they have to wait. libfabric copies
   // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
   // client that has gone costs nothing.
-  void TellAll(Network& listener) {
+  void TellAll(Endpoint& listener) {
     for (Visitor& visitor : visitors) {
       if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
@@ -992,9 +992,9 @@ struct WaitingLine {
 // ---------------------------------------------------------------------------
 
 // Prints how to reach the server.
-void PrintClientCommand(const char* program, const Network& net) {
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
   printf("Run the client with the following command:\n  %s%s %s\n",
-         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
 // Prints a line about a client. The number says which one. On a terminal, a
@@ -1016,7 +1016,7 @@ void PrintLine(FILE* file, size_t number, const std::string& text,
 // to page page_idx[i] of this memory.
 struct AppRandomFillMessage {
   AppMessageBase base;
-  uint32_t remote_context;  // to come back as immediate data; not 0
+  uint32_t imm_data;  // to come back as immediate data; not 0
   uint32_t num_pages;
   uint64_t addr;  // of the memory
   uint64_t size;  // bytes
@@ -1041,7 +1041,7 @@ std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
                        uint64_t access);
 
 // A client, and what it asks of the server: to fill its memory with pages.
-struct RandomFillRequestState {
+struct ServedClient {
   size_t number;  // of the client; begins each line about it
   AppConnectMessage connect_msg;
   size_t* memory_left;           // bytes, for the pages of all clients
@@ -1058,8 +1058,8 @@ struct RandomFillRequestState {
   bool done = false;  // the client has said BYE
 
   // Opens the session. Throws if the machine lacks what that takes.
-  RandomFillRequestState(Domain& domain, size_t client_number,
-                         const AppConnectMessage& connect, size_t* memory)
+  ServedClient(Domain& domain, size_t client_number,
+               const AppConnectMessage& connect, size_t* memory)
       : number(client_number),
         connect_msg(connect),
         memory_left(memory),
@@ -1073,7 +1073,7 @@ struct RandomFillRequestState {
     session.Accept(connect_msg);
   }
 
-  ~RandomFillRequestState() {
+  ~ServedClient() {
     if (source) *memory_left += source->size;
   }
 
@@ -1082,7 +1082,7 @@ struct RandomFillRequestState {
   // too long.
   size_t Poll() {
     if (session.peer == FI_ADDR_UNSPEC) Accept();
-    size_t completions = session.net.PollCompletion();
+    size_t completions = session.endpoint.PollCompletion();
     try {
       while (std::optional<Message> message = session.Take()) {
         done = TypeOf(*message) == AppMessageType::kBye;
@@ -1101,7 +1101,7 @@ struct RandomFillRequestState {
     // While the client waits for memory or for its pages, its silence means
     // nothing.
     if (made_pages == page_idx.size()) {
-      session.net.CheckSilence("waiting for the client");
+      session.endpoint.CheckSilence("waiting for the client");
     }
     return completions;
   }
@@ -1120,7 +1120,7 @@ struct RandomFillRequestState {
         indices_size / sizeof(uint32_t) != msg.num_pages) {
       throw BadMessage("its sizes do not fit together");
     }
-    if (msg.remote_context == 0) throw BadMessage("no remote_context");
+    if (msg.imm_data == 0) throw BadMessage("no imm_data");
     if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0 ||
         msg.page_size > kMaxPageSize ||
         msg.page_size > session.domain.info->ep_attr->max_msg_size ||
@@ -1170,8 +1170,9 @@ struct RandomFillRequestState {
     source->CopyIn(made_pages * page_size, page.data(), page_size);
     if (++made_pages < page_idx.size()) return;
     write_start_at = Clock::now();
-    session.net.last_completion = write_start_at;  // silence counts from here
-    session.net.eagain_count = 0;
+    session.endpoint.last_completion =
+        write_start_at;  // silence counts from here
+    session.endpoint.eagain_count = 0;
   }
 
   // Posts the next WRITEs, if it is time for them.
@@ -1185,7 +1186,7 @@ struct RandomFillRequestState {
     while (posted_write_ops < end) {
       // Post only what libfabric has room for, so that the queue stays short,
       // however long the transfer is.
-      if (!session.net.pending_ops.empty()) return;
+      if (!session.endpoint.pending_ops.empty()) return;
       // Immediate data tells the client that all is there, but WRITEs may
       // arrive in any order. So the last one waits until all others have
       // completed.
@@ -1200,12 +1201,12 @@ struct RandomFillRequestState {
                       .offset = i * page_size,
                       .remote_addr = request_msg.addr + page_idx[i] * page_size,
                       .remote_key = request_msg.rkey,
-                      .imm_data = last ? request_msg.remote_context : 0,
+                      .imm_data = last ? request_msg.imm_data : 0,
                       .callback = [this](const RdmaOp& op) {
                         op.Check();
                         HandleWriteCompletion();
                       }};
-      session.net.Post(std::move(write));
+      session.endpoint.Post(std::move(write));
       ++posted_write_ops;
     }
   }
@@ -1254,7 +1255,7 @@ struct RandomFillRequestState {
       share = "(" + std::to_string(std::lround(100 * gbps / link_gbps)) + "%)";
     }
     snprintf(text, sizeof(text), ", bw=%.3fGbps%s, %.3fMpps, EAGAIN=%zu", gbps,
-             share.c_str(), mpps, size_t{session.net.eagain_count});
+             share.c_str(), mpps, size_t{session.endpoint.eagain_count});
     line += text;
     PrintLine(stdout, number, line, finished_write_ops < total_write_ops);
   }
@@ -1269,9 +1270,9 @@ int ServerMain(const char* program) {
   Session listener(domain);
   WaitingLine line;
   size_t memory_left = kMaxTransfer;
-  std::list<RandomFillRequestState> clients;
-  std::list<RandomFillRequestState> leaving;  // with a last message on its way
-  PrintClientCommand(program, listener.net);
+  std::list<ServedClient> clients;
+  std::list<ServedClient> leaving;  // with a last message on its way
+  PrintClientCommand(program, listener.endpoint);
 
   size_t num_clients = 0;        // so far
   Clock::time_point full_until;  // there is no memory for another one
@@ -1285,7 +1286,7 @@ int ServerMain(const char* program) {
       // that are served should not have to wait for that too often.
       if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
         listened_at = Clock::now();
-        completions += listener.net.PollCompletion();
+        completions += listener.endpoint.PollCompletion();
       }
       while (std::optional<Message> message = listener.Take()) {
         auto connect = ReadConnect(*message, AppMessageType::kConnect);
@@ -1296,7 +1297,7 @@ int ServerMain(const char* program) {
         if (!served) line.Add(connect);
       }
       line.RemoveGone();
-      line.TellAll(listener.net);
+      line.TellAll(listener.endpoint);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1409,18 +1410,18 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
   page_idx.resize(num_pages);
   AppRandomFillMessage request = {};
   request.base.type = AppMessageType::kRandomFill;
-  request.remote_context = static_cast<uint32_t>(random()) | 1;
+  request.imm_data = static_cast<uint32_t>(random()) | 1;
   request.seed = random();
   request.page_size = page_size;
   request.num_pages = static_cast<uint32_t>(num_pages);
   request.total_repeat = total_repeat;
   bool filled = false;
-  session.net.on_imm_data = [&](uint32_t imm_data) {
-    filled |= imm_data == request.remote_context;
+  session.endpoint.on_imm_data = [&](uint32_t imm_data) {
+    filled |= imm_data == request.imm_data;
   };
   try {
     SendRequest(session, *memory, request, page_idx);
-    session.net.WaitUntil("waiting for the pages", [&] {
+    session.endpoint.WaitUntil("waiting for the pages", [&] {
       while (std::optional<Message> message = session.Take()) {
         ReadMessage<AppMessageBase>(*message, AppMessageType::kProgress);
       }

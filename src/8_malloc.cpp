@@ -296,7 +296,7 @@ std::string Describe(const struct fi_info* info) {
 struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> domain;
+  Owned<struct fid_domain> handle;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -304,7 +304,7 @@ struct Domain {
   explicit Domain(Info list) : info(std::move(list)) {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
-    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
     // Over shm a WRITE is copied before it completes, even if we ask for no
     // level. If we ask, the provider of libfabric 1.17 has the other side copy
     // it under a lock, and waits for ever if that side is killed. It copies GPU
@@ -358,7 +358,7 @@ Memory CudaAlloc(size_t size);
 // Registered memory: the adapter knows it, and which operations may use it
 // (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
 // adapter may use its buffer at any time, so declare a buffer before the
-// Network that uses it. Then C++ closes the Network first.
+// Endpoint that uses it. Then C++ closes the Endpoint first.
 struct Buffer {
   size_t size;  // bytes
   int gpu;      // that has the memory; -1: the host
@@ -383,7 +383,7 @@ struct Buffer {
     int ret = 0;
     do {
       attr.requested_key = domain.RandomKey();
-      ret = fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr);
+      ret = fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr);
     } while (ret == -FI_ENOKEY);
     FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
@@ -430,7 +430,7 @@ struct RdmaOp {
 // An endpoint, where operations are posted, and what belongs to it: a
 // completion queue, which says what became of them, an address vector, which
 // holds the addresses of peers, and an event queue.
-struct Network {
+struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
@@ -445,14 +445,14 @@ struct Network {
   Owned<struct fid_eq> eq;
   Owned<struct fid_ep> ep;
 
-  explicit Network(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     struct fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
     struct fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
-    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+    FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
@@ -460,7 +460,7 @@ struct Network {
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
-    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
@@ -745,11 +745,11 @@ Address AddressIn(const AppConnectMessage& connect) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // of all RECVs and SENDs
-  std::deque<RdmaOp> arrivals;      // completed RECVs
-  std::vector<Buffer*> idle_sends;  // those without a message
-  size_t unsent = 0;                // messages whose SEND has not completed
-  Network net;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  size_t unsent = 0;                    // messages whose SEND has not completed
+  Endpoint endpoint;
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
@@ -757,7 +757,7 @@ struct Session {
   Clock::time_point ask_at = Clock::time_point::max();
 
   explicit Session(Domain& open_domain)
-      : domain(open_domain), net(open_domain) {
+      : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
       PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
     }
@@ -766,10 +766,10 @@ struct Session {
   // Posts a RECV: the next message, from anybody, goes into `buf`.
   void PostRecv(Buffer& buf) {
     auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    net.Post({.type = RdmaOpType::kRecv,
-              .buf = &buf,
-              .len = buf.size,
-              .callback = arrived});
+    endpoint.Post({.type = RdmaOpType::kRecv,
+                   .buf = &buf,
+                   .len = buf.size,
+                   .callback = arrived});
   }
 
   // Takes out the next message, if there is one. Throws if the server has
@@ -812,12 +812,12 @@ struct Session {
       throw std::runtime_error("a message of " + std::to_string(len) +
                                " bytes is too long for this provider");
     }
-    if (idle_sends.empty()) {
-      idle_sends.push_back(
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
     }
-    Buffer* buf = idle_sends.back();
-    idle_sends.pop_back();
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
     memcpy(buf->data.get(), &head, sizeof(head));
     memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
            sizeof(nonce));
@@ -830,23 +830,23 @@ struct Session {
                    .callback = [this](const RdmaOp& op) {
                      op.Check();
                      --unsent;
-                     idle_sends.push_back(op.buf);
+                     free_send_bufs.push_back(op.buf);
                    }};
-    net.Post(std::move(send));
+    endpoint.Post(std::move(send));
   }
 
   // Sends our address: in a CONNECT or an ACCEPT.
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(net.addr.size());
-    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
 
   // Server: tells a client which endpoint serves it.
   void Accept(const AppConnectMessage& connect) {
-    peer = net.AddPeerAddress(AddressIn(connect));
+    peer = endpoint.AddPeerAddress(AddressIn(connect));
     nonce = connect.base.nonce;
     SendAddress(AppMessageType::kAccept);
   }
@@ -860,7 +860,7 @@ struct Session {
   // Returns whether the last messages have left, or have had time to.
   bool HasLeft() {
     try {
-      if (Clock::now() < leave_at) net.PollCompletion();
+      if (Clock::now() < leave_at) endpoint.PollCompletion();
     } catch (const std::exception&) {
       return true;
     }
@@ -869,20 +869,20 @@ struct Session {
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
-    peer = net.AddPeerAddress(server_addr);
+    peer = endpoint.AddPeerAddress(server_addr);
     nonce = std::random_device()();
     // A signal may come before the first contact, or wait for it. In between,
     // the shm provider of libfabric 1.17 would end the other process with ours.
     CheckInterrupted();
     SendAddress(AppMessageType::kConnect);
-    net.WaitUntil(
+    endpoint.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
     // The server answers at once: with an ACCEPT or, if it has no place for us
     // yet, with a WAIT.
     std::optional<Message> message;
     bool told = false;
-    net.WaitUntil("waiting for ACCEPT", [&] {
+    endpoint.WaitUntil("waiting for ACCEPT", [&] {
       if (Clock::now() >= ask_at) {
         SendAddress(AppMessageType::kConnect);
         ask_at = Clock::time_point::max();
@@ -894,7 +894,7 @@ struct Session {
       }
       return message.has_value();
     });
-    peer = net.AddPeerAddress(
+    peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
 
@@ -903,7 +903,7 @@ struct Session {
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
-      net.WaitUntil(
+      endpoint.WaitUntil(
           "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
@@ -943,7 +943,7 @@ struct WaitingLine {
   // Tells all who do not know it yet that they have to wait. libfabric copies
   // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
   // client that has gone costs nothing.
-  void TellAll(Network& listener) {
+  void TellAll(Endpoint& listener) {
     for (Visitor& visitor : visitors) {
       if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
@@ -964,9 +964,9 @@ struct WaitingLine {
 // ---------------------------------------------------------------------------
 
 // Prints how to reach the server.
-void PrintClientCommand(const char* program, const Network& net) {
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
   printf("Run the client with the following command:\n  %s%s %s\n",
-         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
 // Prints a line about a client. The number says which one. On a terminal, a
@@ -1128,7 +1128,7 @@ struct Loan {
 };
 
 // A client, and the pieces that it has borrowed.
-struct MallocRequestState {
+struct ServedClient {
   size_t number;  // of the client; begins each line about it
   AppConnectMessage connect_msg;
   Loan loan;
@@ -1140,8 +1140,8 @@ struct MallocRequestState {
   bool done = false;                           // the client has said BYE
 
   // Opens the session. Throws if the machine lacks what that takes.
-  MallocRequestState(Domain& domain, size_t client_number,
-                     const AppConnectMessage& connect, Pool& pool)
+  ServedClient(Domain& domain, size_t client_number,
+               const AppConnectMessage& connect, Pool& pool)
       : number(client_number),
         connect_msg(connect),
         loan(pool),
@@ -1160,7 +1160,7 @@ struct MallocRequestState {
   // too long.
   size_t Poll() {
     if (session.peer == FI_ADDR_UNSPEC) Accept();
-    size_t completions = session.net.PollCompletion();
+    size_t completions = session.endpoint.PollCompletion();
     try {
       // One request at a time, so that no answers pile up if a client does not
       // take them.
@@ -1176,7 +1176,7 @@ struct MallocRequestState {
       throw;
     }
     PrintProgress();
-    session.net.CheckSilence("waiting for the client");
+    session.endpoint.CheckSilence("waiting for the client");
     return completions;
   }
 
@@ -1265,9 +1265,9 @@ int ServerMain(const char* program) {
   Pool pool(domain, kPoolSize);
   Session listener(domain);
   WaitingLine line;
-  std::list<MallocRequestState> clients;
-  std::list<MallocRequestState> leaving;  // with a last message on its way
-  PrintClientCommand(program, listener.net);
+  std::list<ServedClient> clients;
+  std::list<ServedClient> leaving;  // with a last message on its way
+  PrintClientCommand(program, listener.endpoint);
 
   size_t num_clients = 0;        // so far
   Clock::time_point full_until;  // there is no memory for another one
@@ -1280,7 +1280,7 @@ int ServerMain(const char* program) {
       // that are served should not have to wait for that too often.
       if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
         listened_at = Clock::now();
-        completions += listener.net.PollCompletion();
+        completions += listener.endpoint.PollCompletion();
       }
       while (std::optional<Message> message = listener.Take()) {
         auto connect = ReadConnect(*message, AppMessageType::kConnect);
@@ -1291,7 +1291,7 @@ int ServerMain(const char* program) {
         if (!served) line.Add(connect);
       }
       line.RemoveGone();
-      line.TellAll(listener.net);
+      line.TellAll(listener.endpoint);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1381,7 +1381,7 @@ struct MallocClient {
   // Waits until `done` returns true. Tells the server now and then that we are
   // alive: it sees nothing of our READs and WRITEs.
   void WaitUntil(const char* what, const std::function<bool()>& done) {
-    session.net.WaitUntil(what, [&] {
+    session.endpoint.WaitUntil(what, [&] {
       if (done()) return true;
       Clock::time_point now = Clock::now();
       if (now - alive_at > kAlivePeriod && session.unsent == 0) {
@@ -1398,7 +1398,7 @@ struct MallocClient {
     Clock::time_point end = Clock::now() + kDrainLimit;
     while (outstanding > 0 && Clock::now() < end) {
       try {
-        session.net.PollCompletion();
+        session.endpoint.PollCompletion();
       } catch (const std::exception&) {
         // The error that has brought us here is the one to report.
       }
@@ -1437,7 +1437,8 @@ struct MallocClient {
   size_t LocalMalloc(size_t size) {
     std::optional<size_t> offset;
     WaitUntil("waiting for READs and WRITEs", [&] {
-      if (outstanding < kMaxOutstanding && session.net.pending_ops.empty()) {
+      if (outstanding < kMaxOutstanding &&
+          session.endpoint.pending_ops.empty()) {
         offset = allocator.Alloc(size);
         if (!offset && outstanding == 0) {
           throw std::runtime_error("our own pool has no piece of " +
@@ -1456,20 +1457,20 @@ struct MallocClient {
             std::function<void()> completed = nullptr) {
     if (size > piece.size) throw std::runtime_error("beyond the piece");
     ++outstanding;
-    session.net.Post({.type = type,
-                      .peer = session.peer,
-                      .buf = &local,
-                      .len = size,
-                      .offset = offset,
-                      .remote_addr = piece.addr,
-                      .remote_key = piece.rkey,
-                      .callback = [this, completed = std::move(completed)](
-                                      const RdmaOp& op) {
-                        --outstanding;
-                        ++finished;
-                        op.Check();
-                        if (completed) completed();
-                      }});
+    session.endpoint.Post({.type = type,
+                           .peer = session.peer,
+                           .buf = &local,
+                           .len = size,
+                           .offset = offset,
+                           .remote_addr = piece.addr,
+                           .remote_key = piece.rkey,
+                           .callback = [this, completed = std::move(completed)](
+                                           const RdmaOp& op) {
+                             --outstanding;
+                             ++finished;
+                             op.Check();
+                             if (completed) completed();
+                           }});
   }
 
   void WaitForAll() {

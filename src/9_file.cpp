@@ -291,7 +291,7 @@ std::string Describe(const struct fi_info* info) {
 struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> domain;
+  Owned<struct fid_domain> handle;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -299,7 +299,7 @@ struct Domain {
   explicit Domain(Info list) : info(std::move(list)) {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
-    FiCheck(fi_domain(fabric, info.get(), &domain.ptr, nullptr), "fi_domain");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
     // Over shm a WRITE is copied before it completes, even if we ask for no
     // level. If we ask, the provider of libfabric 1.17 has the other side copy
     // it under a lock, and waits for ever if that side is killed.
@@ -345,7 +345,7 @@ Memory AllocHost(size_t size) {
 // Registered memory: the adapter knows it, and which operations may use it
 // (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
 // adapter may use its buffer at any time, so declare a buffer before the
-// Network that uses it. Then C++ closes the Network first.
+// Endpoint that uses it. Then C++ closes the Endpoint first.
 struct Buffer {
   size_t size;  // bytes
   Memory data;
@@ -363,7 +363,7 @@ struct Buffer {
     int ret = 0;
     do {
       attr.requested_key = domain.RandomKey();
-      ret = fi_mr_regattr(domain.domain, &attr, 0, &mr.ptr);
+      ret = fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr);
     } while (ret == -FI_ENOKEY);
     FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
@@ -411,7 +411,7 @@ struct RdmaOp {
 // An endpoint, where operations are posted, and what belongs to it: a
 // completion queue, which says what became of them, an address vector, which
 // holds the addresses of peers, and an event queue.
-struct Network {
+struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
@@ -429,14 +429,14 @@ struct Network {
   Owned<struct fid_eq> eq;
   Owned<struct fid_ep> ep;
 
-  explicit Network(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     struct fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.domain, &av_attr, &av.ptr, nullptr),
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
     struct fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
-    FiCheck(fi_cq_open(domain.domain, &cq_attr, &cq.ptr, nullptr),
+    FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
@@ -444,7 +444,7 @@ struct Network {
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
-    FiCheck(fi_endpoint(domain.domain, domain.info.get(), &ep.ptr, nullptr),
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
@@ -738,11 +738,11 @@ Address AddressIn(const AppConnectMessage& connect) {
 // was in flight to that client, and only closing the endpoint can do that.
 struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;           // of all RECVs and SENDs
-  std::deque<RdmaOp> arrivals;      // completed RECVs
-  std::vector<Buffer*> idle_sends;  // those without a message
-  size_t unsent = 0;                // messages whose SEND has not completed
-  Network net;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  size_t unsent = 0;                    // messages whose SEND has not completed
+  Endpoint endpoint;
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
@@ -750,7 +750,7 @@ struct Session {
   Clock::time_point ask_at = Clock::time_point::max();
 
   explicit Session(Domain& open_domain)
-      : domain(open_domain), net(open_domain) {
+      : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
       PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
     }
@@ -759,10 +759,10 @@ struct Session {
   // Posts a RECV: the next message, from anybody, goes into `buf`.
   void PostRecv(Buffer& buf) {
     auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    net.Post({.type = RdmaOpType::kRecv,
-              .buf = &buf,
-              .len = buf.size,
-              .callback = arrived});
+    endpoint.Post({.type = RdmaOpType::kRecv,
+                   .buf = &buf,
+                   .len = buf.size,
+                   .callback = arrived});
   }
 
   // Takes out the next message, if there is one. In a conversation, ignores
@@ -800,12 +800,12 @@ struct Session {
       throw std::runtime_error("a message of " + std::to_string(len) +
                                " bytes is too long for this provider");
     }
-    if (idle_sends.empty()) {
-      idle_sends.push_back(
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
           &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
     }
-    Buffer* buf = idle_sends.back();
-    idle_sends.pop_back();
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
     memcpy(buf->data.get(), &head, sizeof(head));
     memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
            sizeof(nonce));
@@ -818,23 +818,23 @@ struct Session {
                    .callback = [this](const RdmaOp& op) {
                      op.Check();
                      --unsent;
-                     idle_sends.push_back(op.buf);
+                     free_send_bufs.push_back(op.buf);
                    }};
-    net.Post(std::move(send));
+    endpoint.Post(std::move(send));
   }
 
   // Sends our address: in a CONNECT or an ACCEPT.
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(net.addr.size());
-    std::copy(net.addr.begin(), net.addr.end(), connect.addr);
+    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
 
   // Server: tells a client which endpoint serves it.
   void Accept(const AppConnectMessage& connect) {
-    peer = net.AddPeerAddress(AddressIn(connect));
+    peer = endpoint.AddPeerAddress(AddressIn(connect));
     nonce = connect.base.nonce;
     SendAddress(AppMessageType::kAccept);
   }
@@ -842,7 +842,7 @@ struct Session {
   // Returns whether the last messages have left, or have had time to.
   bool HasLeft() {
     try {
-      if (Clock::now() < leave_at) net.PollCompletion();
+      if (Clock::now() < leave_at) endpoint.PollCompletion();
     } catch (const std::exception&) {
       return true;
     }
@@ -851,20 +851,20 @@ struct Session {
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
-    peer = net.AddPeerAddress(server_addr);
+    peer = endpoint.AddPeerAddress(server_addr);
     nonce = std::random_device()();
     // A signal may come before the first contact, or wait for it. In between,
     // the shm provider of libfabric 1.17 would end the other process with ours.
     CheckInterrupted();
     SendAddress(AppMessageType::kConnect);
-    net.WaitUntil(
+    endpoint.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
     // The server answers at once: with an ACCEPT or, if it has no place for us
     // yet, with a WAIT.
     std::optional<Message> message;
     bool told = false;
-    net.WaitUntil("waiting for ACCEPT", [&] {
+    endpoint.WaitUntil("waiting for ACCEPT", [&] {
       if (Clock::now() >= ask_at) {
         SendAddress(AppMessageType::kConnect);
         ask_at = Clock::time_point::max();
@@ -876,7 +876,7 @@ struct Session {
       }
       return message.has_value();
     });
-    peer = net.AddPeerAddress(
+    peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
   }
 
@@ -885,7 +885,7 @@ struct Session {
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
-      net.WaitUntil(
+      endpoint.WaitUntil(
           "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
@@ -925,7 +925,7 @@ struct WaitingLine {
   // Tells all who do not know it yet that they have to wait. libfabric copies
   // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
   // client that has gone costs nothing.
-  void TellAll(Network& listener) {
+  void TellAll(Endpoint& listener) {
     for (Visitor& visitor : visitors) {
       if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
@@ -946,9 +946,9 @@ struct WaitingLine {
 // ---------------------------------------------------------------------------
 
 // Prints how to reach the server.
-void PrintClientCommand(const char* program, const Network& net) {
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
   printf("Run the client with the following command:\n  %s%s %s FILE\n",
-         ProviderSetting().c_str(), program, ToHex(net.addr).c_str());
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
 // Prints a line about a client. The number says which one. On a terminal, a
@@ -1205,7 +1205,7 @@ uint64_t CountChunks(uint64_t file_size, uint64_t chunk_size) {
 // are alive, and does not take its silence for an end: it waits for us.
 void WaitForDisk(Session& session, Clock::time_point& alive_at) {
   Clock::time_point now = Clock::now();
-  session.net.last_completion = now;
+  session.endpoint.last_completion = now;
   if (now - alive_at < kAlivePeriod || session.unsent > 0) return;
   alive_at = now;
   session.Send(AppMessageBase{AppMessageType::kAlive});
@@ -1244,7 +1244,7 @@ std::string DescribeRate(uint64_t bytes, double seconds) {
 }
 
 // A client, and the file that it wants to put here.
-struct PutRequestState {
+struct ServedClient {
   enum class State {
     kWaitPut,
     kReceive,
@@ -1282,8 +1282,8 @@ struct PutRequestState {
   bool done = false;  // the client has said BYE or ERROR
 
   // Opens the session. Throws if the machine lacks what that takes.
-  PutRequestState(Domain& domain, size_t client_number,
-                  const AppConnectMessage& connect, const std::string& target)
+  ServedClient(Domain& domain, size_t client_number,
+               const AppConnectMessage& connect, const std::string& target)
       : number(client_number),
         connect_msg(connect),
         directory(target),
@@ -1296,7 +1296,7 @@ struct PutRequestState {
                   ToHex(AddressIn(connect_msg)));
     session.Accept(connect_msg);
     alive_at = Clock::now();
-    session.net.on_imm_data = [this](uint32_t imm_data) {
+    session.endpoint.on_imm_data = [this](uint32_t imm_data) {
       Try([&] { SaveChunk(imm_data - 1); });
     };
   }
@@ -1305,7 +1305,7 @@ struct PutRequestState {
   // completions. Throws if the client has gone.
   size_t Poll() {
     if (session.peer == FI_ADDR_UNSPEC) Accept();
-    size_t completions = session.net.PollCompletion();
+    size_t completions = session.endpoint.PollCompletion();
     while (!done) {
       std::optional<Message> message = session.Take();
       if (!message) break;
@@ -1323,7 +1323,7 @@ struct PutRequestState {
       SendNumbers(session, AppMessageType::kCredit, credits);
       if (DiskBusy()) WaitForDisk(session, alive_at);
     });
-    session.net.CheckSilence("waiting for the client");
+    session.endpoint.CheckSilence("waiting for the client");
     return completions;
   }
 
@@ -1476,11 +1476,11 @@ int ServerMain(const char* program, const std::string& directory) {
   Domain domain(GetInfo(kCaps));
   Session listener(domain);
   WaitingLine line;
-  std::list<PutRequestState> clients;
-  std::list<PutRequestState> leaving;  // whose chunks are still being saved
+  std::list<ServedClient> clients;
+  std::list<ServedClient> leaving;  // whose chunks are still being saved
   // Without this, a file that exceeds a size limit would kill the server.
   signal(SIGXFSZ, SIG_IGN);
-  PrintClientCommand(program, listener.net);
+  PrintClientCommand(program, listener.endpoint);
 
   size_t num_clients = 0;        // so far
   Clock::time_point full_until;  // there is no memory for another one
@@ -1494,7 +1494,7 @@ int ServerMain(const char* program, const std::string& directory) {
       // that are served should not have to wait for that too often.
       if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
         listened_at = Clock::now();
-        completions += listener.net.PollCompletion();
+        completions += listener.endpoint.PollCompletion();
       }
       while (std::optional<Message> message = listener.Take()) {
         auto connect = ReadConnect(*message, AppMessageType::kConnect);
@@ -1505,7 +1505,7 @@ int ServerMain(const char* program, const std::string& directory) {
         if (!served) line.Add(connect);
       }
       line.RemoveGone();
-      line.TellAll(listener.net);
+      line.TellAll(listener.endpoint);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1643,7 +1643,8 @@ struct PutClient {
     session.Send(put);
     started_at = alive_at = Clock::now();
     try {
-      session.net.WaitUntil("sending the file", [this] { return Continue(); });
+      session.endpoint.WaitUntil("sending the file",
+                                 [this] { return Continue(); });
     } catch (const std::exception& e) {
       GiveUp(e.what());
       throw;
@@ -1745,7 +1746,7 @@ struct PutClient {
     if (!slot.full || !slot.credit) return;
     slot.full = false;
     slot.credit = false;
-    session.net.Post({
+    session.endpoint.Post({
         .type = RdmaOpType::kWrite,
         .peer = session.peer,
         .buf = &*buf,

@@ -13,8 +13,8 @@
 int main() {
   Domain domain(GetInfo(kCaps));
   Buffer buf(domain, 4096, FI_SEND | FI_RECV);
-  Network net(domain);
-  fi_addr_t self = net.AddPeerAddress(net.addr);
+  Endpoint endpoint(domain);
+  fi_addr_t self = endpoint.AddPeerAddress(endpoint.addr);
   constexpr size_t kCount = kCompletionQueueReadCount / 2;
   size_t called = 0;
   auto throw_first = [&called](const RdmaOp& op) {
@@ -23,21 +23,21 @@ int main() {
   };
   for (RdmaOpType type : {RdmaOpType::kRecv, RdmaOpType::kSend}) {
     for (size_t i = 0; i < kCount; ++i) {
-      net.Post({.type = type,
-                .peer = type == RdmaOpType::kSend ? self : FI_ADDR_UNSPEC,
-                .buf = &buf,
-                .len = 1,
-                .callback = throw_first});
+      endpoint.Post({.type = type,
+                     .peer = type == RdmaOpType::kSend ? self : FI_ADDR_UNSPEC,
+                     .buf = &buf,
+                     .len = 1,
+                     .callback = throw_first});
     }
   }
   // To read no entries only makes the provider work.
   for (Clock::time_point start = Clock::now(); Clock::now() - start < 300ms;) {
-    fi_cq_read(net.cq, nullptr, 0);
-    net.ProgressPendingOps();
+    fi_cq_read(endpoint.cq, nullptr, 0);
+    endpoint.ProgressPendingOps();
   }
   bool thrown = false;
   try {
-    net.PollCompletion();
+    endpoint.PollCompletion();
   } catch (const std::runtime_error& e) {
     thrown = std::string(e.what()) == "the first callback";
   }

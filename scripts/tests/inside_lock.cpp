@@ -18,7 +18,7 @@ size_t g_reads = 0;
 
 // Reads the client's completions, and lets the server take part.
 ssize_t ReadBoth(struct fid_cq* cq, void* entries, size_t count) {
-  g_server->net.PollCompletion();
+  g_server->endpoint.PollCompletion();
   return g_real_cq.read(cq, entries, count);
 }
 
@@ -41,16 +41,16 @@ int main() {
   Session server(domain);
   g_server = &server;
   LockClient client(domain);
-  Network& net = client.session.net;
-  client.session.peer = net.AddPeerAddress(server.net.addr);
+  Endpoint& endpoint = client.session.endpoint;
+  client.session.peer = endpoint.AddPeerAddress(server.endpoint.addr);
   client.joined.client = 1;
   client.joined.table = memory.region;
-  struct fi_ops_cq cq_ops = g_real_cq = *net.cq.ptr->ops;
+  struct fi_ops_cq cq_ops = g_real_cq = *endpoint.cq.ptr->ops;
   cq_ops.read = ReadBoth;
-  net.cq.ptr->ops = &cq_ops;
-  struct fi_ops_rma rma_ops = g_real_rma = *net.ep.ptr->rma;
+  endpoint.cq.ptr->ops = &cq_ops;
+  struct fi_ops_rma rma_ops = g_real_rma = *endpoint.ep.ptr->rma;
   rma_ops.readmsg = ReadLate;
-  net.ep.ptr->rma = &rma_ops;
+  endpoint.ep.ptr->rma = &rma_ops;
   g_table->ledgers[0] = {.total = 4, .changes = {0, 4}};
   g_table->turn = Turn{.ticket = 1, .ledger = 0}.Word();
   try {

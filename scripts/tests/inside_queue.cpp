@@ -50,8 +50,8 @@ int CheckOrder() {
   Domain domain(GetInfo(kCaps));
   Buffer in(domain, 4096, FI_RECV);
   Buffer out(domain, 4096, FI_SEND);
-  Network receiver(domain);
-  Network sender(domain);
+  Endpoint receiver(domain);
+  Endpoint sender(domain);
   fi_addr_t peer = sender.AddPeerAddress(receiver.addr);
   struct fi_ops_msg seldom = g_real_msg = *sender.ep.ptr->msg;
   seldom.sendmsg = SendSeldom;
@@ -93,7 +93,7 @@ int CheckSignal() {
   InstallSignalHandlers();
   Domain domain(GetInfo(kCaps));
   raise(SIGINT);
-  Network net(domain);
+  Endpoint endpoint(domain);
   raise(SIGINT);
   return Fail("the second signal has done nothing");
 }
@@ -106,17 +106,17 @@ struct Pair {
   size_t memory_left = kMaxTransfer;
   Session listener{domain};
   Session client{domain};
-  std::optional<RandomFillRequestState> state;  // the server's
+  std::optional<ServedClient> state;  // the server's
 
   Pair() {
-    client.peer = client.net.AddPeerAddress(listener.net.addr);
+    client.peer = client.endpoint.AddPeerAddress(listener.endpoint.addr);
     client.nonce = 7;
     client.SendAddress(AppMessageType::kConnect);
     std::optional<Message> connect;
     Until([&] { return (connect = listener.Take()).has_value(); });
     state.emplace(domain, 1, ReadConnect(*connect, AppMessageType::kConnect),
                   &memory_left);
-    client.peer = client.net.AddPeerAddress(state->session.net.addr);
+    client.peer = client.endpoint.AddPeerAddress(state->session.endpoint.addr);
     // The ACCEPT has arrived, and the server knows it.
     Until([&] { return client.Take().has_value(); });
     Until([&] { return state->session.unsent == 0; });
@@ -128,7 +128,7 @@ struct Pair {
     std::iota(page_idx.begin(), page_idx.end(), 0);
     AppRandomFillMessage request = {};
     request.base.type = AppMessageType::kRandomFill;
-    request.remote_context = 1;
+    request.imm_data = 1;
     request.page_size = 4096;
     request.num_pages = num_pages;
     request.size = num_pages * request.page_size;
@@ -145,8 +145,8 @@ struct Pair {
       if (Clock::now() - start > kSilenceLimit) {
         throw std::runtime_error("waited for too long");
       }
-      listener.net.PollCompletion();
-      client.net.PollCompletion();
+      listener.endpoint.PollCompletion();
+      client.endpoint.PollCompletion();
       if (state) state->Poll();
     }
   }

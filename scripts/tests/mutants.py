@@ -131,8 +131,8 @@ MUTANTS = {
         "test_strict.py test_slow_endpoints"),
     "tell-when-full": Mutant(
         "a server with places left tells those who wait for one, too", "5_reverse",
-        """      line.TellAll(listener.net);
-      bool full =""", """      if (clients.size() >= kMaxClients) line.TellAll(listener.net);
+        """      line.TellAll(listener.endpoint);
+      bool full =""", """      if (clients.size() >= kMaxClients) line.TellAll(listener.endpoint);
       bool full =""",
         "test_strict.py test_slow_endpoints"),
     "line-once": Mutant(
@@ -298,7 +298,7 @@ MUTANTS = {
         "test_inside.py test_server_of_a_queue and progress"),
     "buffers-first": Mutant(
         "an endpoint is closed before the buffers that it uses", "7_queue",
-        "  Network net;\n", "  Network net;\n  struct Early {\n"
+        "  Endpoint endpoint;\n", "  Endpoint endpoint;\n  struct Early {\n"
         "    std::list<Buffer>& bufs;\n    ~Early() { bufs.clear(); }\n"
         "  } early{bufs};\n",
         "test_inside.py test_server_of_a_queue and close"),
@@ -308,8 +308,8 @@ MUTANTS = {
         "test_inside.py test_ledger_that_changes"),
     "recv-again-of-5": Mutant(
         "a RECV that has failed is posted again", "5_reverse",
-        "idle_recvs.push_back(recv.buf);",
-        "if (recv.error.empty()) idle_recvs.push_back(recv.buf);",
+        "free_recv_bufs.push_back(recv.buf);",
+        "if (recv.error.empty()) free_recv_bufs.push_back(recv.buf);",
         "test_messages.py test_at_the_door and 5_reverse"),
     "recv-again-of-7": Mutant(
         "a RECV that has failed is posted again", "7_queue",
@@ -399,13 +399,13 @@ MUTANTS |= {
         "the endpoint is closed before the buffers", "7_queue",
         "  std::list<Buffer> bufs;           // of all RECVs and SENDs\n"
         "  std::deque<RdmaOp> arrivals;      // completed RECVs\n"
-        "  std::vector<Buffer*> idle_sends;  // those without a message\n"
+        "  std::vector<Buffer*> free_send_bufs;  // those without a message\n"
         "  size_t unsent = 0;                // messages whose SEND has not completed\n"
-        "  Network net;\n",
+        "  Endpoint endpoint;\n",
         "  std::deque<RdmaOp> arrivals;      // completed RECVs\n"
-        "  std::vector<Buffer*> idle_sends;  // those without a message\n"
+        "  std::vector<Buffer*> free_send_bufs;  // those without a message\n"
         "  size_t unsent = 0;                // messages whose SEND has not completed\n"
-        "  Network net;\n"
+        "  Endpoint endpoint;\n"
         "  std::list<Buffer> bufs;           // of all RECVs and SENDs\n",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-region-first": Mutant(
@@ -415,8 +415,8 @@ MUTANTS |= {
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-buffer-in-flight": Mutant(
         "the buffer of a SEND stays as it is", "7_queue",
-        "    net.Post(std::move(send));\n",
-        "    net.Post(std::move(send));\n    memset(buf->data.get(), 0, len);\n",
+        "    endpoint.Post(std::move(send));\n",
+        "    endpoint.Post(std::move(send));\n    memset(buf->data.get(), 0, len);\n",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-pages": Mutant(
         "all pages of a region exist", "7_queue",

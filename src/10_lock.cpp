@@ -236,12 +236,12 @@ std::string ProviderSetting() {
 // function that frees it.
 using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (`caps`), the best
+// Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
-Info GetInfo(uint64_t caps) {
+Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = caps;
+  hints->caps = kCaps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
   // Demands that we can meet. The answer keeps what the provider insists on.
@@ -394,6 +394,24 @@ enum class RdmaOpType : uint8_t {
   kCompareSwap
 };
 
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+    case RdmaOpType::kWrite:
+      return "WRITE";
+    case RdmaOpType::kRead:
+      return "READ";
+    case RdmaOpType::kFetchAdd:
+      return "FETCH-AND-ADD";
+    case RdmaOpType::kCompareSwap:
+      return "COMPARE-AND-SWAP";
+  }
+  return "";
+}
+
 // The numbers of an atomic operation, which are in its buffer, at its offset.
 // It changes one word of 64 bits at the peer.
 struct AtomicNumbers {
@@ -420,18 +438,18 @@ struct RdmaOp {
   bool in_flight = false;  // posted, and not yet completed
 
   // Returns whether the peer's program takes no part in it.
-  bool OneSided() const { return type > RdmaOpType::kSend; }
+  bool OneSided() const {
+    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
+  }
 
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    constexpr const char* kNames[] = {
-        "RECV", "SEND", "WRITE", "READ", "FETCH-AND-ADD", "COMPARE-AND-SWAP"};
     std::string hint;
     if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
     if (OneSided()) hint += " Or has it refused the access?";
-    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
-                             (" failed: " + error) + hint);
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
   }
 };
 
@@ -630,7 +648,7 @@ struct Endpoint {
     op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -669,7 +687,7 @@ struct Endpoint {
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
     Clock::time_point start = Clock::now();
-    last_completion = start;
+    RestartSilence();
     size_t empty_polls = 0;
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
@@ -684,6 +702,9 @@ struct Endpoint {
       }
     }
   }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
 
   // Throws if nothing has completed for too long: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
@@ -930,7 +951,7 @@ struct Session {
         printf("The server has no place for us yet: waiting\n");
         told = true;
       }
-      return message.has_value();
+      return message && TypeOf(*message) == AppMessageType::kAccept;
     });
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
@@ -1330,8 +1351,25 @@ struct ServedClient {
   }
 };
 
+// Takes the CONNECTs that have come: their clients join the line, unless they
+// are served already, and hear that they wait. Throws if a message is no
+// CONNECT.
+void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
+                  WaitingLine& line) {
+  while (std::optional<Message> message = listener.Take()) {
+    auto connect = ReadConnect(*message, AppMessageType::kConnect);
+    bool served = std::any_of(
+        clients.begin(), clients.end(), [&](const ServedClient& client) {
+          return client.connect_msg.base.nonce == connect.base.nonce;
+        });
+    if (!served) line.Add(connect);
+  }
+  line.RemoveGone();
+  line.TellAll(listener.endpoint);
+}
+
 int ServerMain(const char* program) {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   SharedMemory memory(domain);
   Session listener(domain);
   CheckAtomics(listener.endpoint);
@@ -1353,16 +1391,7 @@ int ServerMain(const char* program) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
       }
-      while (std::optional<Message> message = listener.Take()) {
-        auto connect = ReadConnect(*message, AppMessageType::kConnect);
-        bool served = std::any_of(
-            clients.begin(), clients.end(), [&](const auto& client) {
-              return client.connect_msg.base.nonce == connect.base.nonce;
-            });
-        if (!served) line.Add(connect);
-      }
-      line.RemoveGone();
-      line.TellAll(listener.endpoint);
+      TakeConnects(listener, clients, line);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1603,7 +1632,7 @@ struct LockClient {
       if (now.Word() != turn.Word()) {
         changed_at = Clock::now();
       } else if (Clock::now() - changed_at > kLease) {
-        ended_turns += ReplaceTurn(turn, {turn.ticket + 1, turn.ledger});
+        if (ReplaceTurn(turn, {turn.ticket + 1, turn.ledger})) ++ended_turns;
       }
       turn = now;
     }
@@ -1629,7 +1658,7 @@ struct LockClient {
     ++memory->ledger.total;
     Clock::time_point until = Clock::now() + hold;
     WaitUntil("holding the lock", [&] {
-      session.endpoint.last_completion = Clock::now();  // this silence is ours
+      session.endpoint.RestartSilence();  // this one is ours
       return Clock::now() >= until;
     });
     size_t aside = 2 * joined.seat;
@@ -1813,7 +1842,7 @@ void Repeat(LockClient& client, const char* what, size_t count,
 }
 
 int ClientMain(const Address& server_addr, size_t count) {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   LockClient client(domain);
   client.session.Connect(server_addr);
   std::mt19937_64 random{std::random_device{}()};
@@ -1853,7 +1882,7 @@ int ClientMain(const Address& server_addr, size_t count) {
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  Info list = GetInfo(kCaps);
+  Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
   for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
@@ -1894,7 +1923,10 @@ int main(int argc, char** argv) {
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
-    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 2) throw std::invalid_argument("too many arguments");
     size_t count = args.size() > 1 ? ParseNumber("COUNT", args[1]) : 1000;

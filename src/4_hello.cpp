@@ -25,10 +25,8 @@
 #include <deque>
 #include <exception>
 #include <functional>
-#include <list>
 #include <memory>
 #include <new>
-#include <optional>
 #include <set>
 #include <stdexcept>
 #include <string>
@@ -189,12 +187,12 @@ std::string ProviderSetting() {
 // function that frees it.
 using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (`caps`), the best
+// Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
-Info GetInfo(uint64_t caps) {
+Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = caps;
+  hints->caps = kCaps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
   // Demands that we can meet. The answer keeps what the provider insists on.
@@ -292,6 +290,16 @@ struct Buffer {
 
 enum class RdmaOpType : uint8_t { kRecv, kSend };
 
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+  }
+  return "";
+}
+
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
@@ -309,11 +317,10 @@ struct RdmaOp {
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    constexpr const char* kNames[] = {"RECV", "SEND"};
     std::string hint;
     if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
-    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
-                             (" failed: " + error) + hint);
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
   }
 };
 
@@ -454,7 +461,7 @@ struct Endpoint {
     op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -490,7 +497,7 @@ struct Endpoint {
   void WaitUntil(const char* what, const std::function<bool()>& done,
                  Clock::duration grace = 0s) {
     Clock::time_point start = Clock::now();
-    last_completion = start;
+    RestartSilence();
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
       if (PollCompletion() > 0) continue;
@@ -498,6 +505,9 @@ struct Endpoint {
       std::this_thread::sleep_for(kIdlePause);
     }
   }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
 
   // Throws if nothing has completed for too long: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
@@ -511,63 +521,6 @@ struct Endpoint {
 };
 
 // ---------------------------------------------------------------------------
-// Messages and sessions
-// ---------------------------------------------------------------------------
-
-using Message = std::string;  // any bytes
-
-// An endpoint, and the messages that arrive there.
-struct Session {
-  Domain& domain;
-  std::list<Buffer> bufs;               // of all RECVs
-  std::vector<Buffer*> free_recv_bufs;  // those without a RECV
-  std::deque<RdmaOp> arrivals;          // completed RECVs
-  Endpoint endpoint;
-
-  explicit Session(Domain& open_domain)
-      : domain(open_domain), endpoint(open_domain) {
-    for (size_t i = 0; i < kRecvCount; ++i) {
-      free_recv_bufs.push_back(
-          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
-    }
-    PostRecvs();
-  }
-
-  // Posts a RECV for each idle buffer, as far as libfabric has room.
-  void PostRecvs() {
-    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    while (!free_recv_bufs.empty() &&
-           endpoint.Post({.type = RdmaOpType::kRecv,
-                          .buf = free_recv_bufs.back(),
-                          .len = free_recv_bufs.back()->size,
-                          .callback = arrived})) {
-      free_recv_bufs.pop_back();
-    }
-  }
-
-  // Posts what has to wait, and polls. Returns the number of completions.
-  size_t Poll() {
-    PostRecvs();
-    return endpoint.PollCompletion();
-  }
-
-  // Takes out the next message, if there is one. Throws if its RECV has failed,
-  // because the message was too long, for example.
-  std::optional<Message> Take() {
-    if (arrivals.empty()) return std::nullopt;
-    RdmaOp recv = std::move(arrivals.front());
-    arrivals.pop_front();
-    Message message;
-    if (recv.error.empty()) {
-      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
-    }
-    free_recv_bufs.push_back(recv.buf);
-    recv.Check();
-    return message;
-  }
-};
-
-// ---------------------------------------------------------------------------
 // The application
 // ---------------------------------------------------------------------------
 
@@ -577,19 +530,46 @@ void PrintClientCommand(const char* program, const Endpoint& endpoint) {
          ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
+// Posts a RECV for each free buffer, as far as libfabric has room. When a
+// message has come, prints it, and its buffer is free again.
+void PostRecvs(Endpoint& endpoint, std::vector<Buffer*>& free_bufs) {
+  auto arrived = [&free_bufs](const RdmaOp& op) {
+    free_bufs.push_back(op.buf);
+    op.Check();  // throws if the message was too long, for example
+    std::string text(op.buf->data.get(), op.buf->data.get() + op.len);
+    printf("Received %zu bytes: %s\n", op.len, Printable(text).c_str());
+  };
+  while (!free_bufs.empty()) {
+    Buffer* buf = free_bufs.back();
+    free_bufs.pop_back();
+    if (endpoint.Post({.type = RdmaOpType::kRecv,
+                       .buf = buf,
+                       .len = buf->size,
+                       .callback = arrived})) {
+      continue;
+    }
+    free_bufs.push_back(buf);
+    return;
+  }
+}
+
 int ServerMain(const char* program) {
-  Domain domain(GetInfo(kCaps));
-  Session listener(domain);
-  PrintClientCommand(program, listener.endpoint);
+  Domain domain(GetInfo());
+  std::deque<Buffer> bufs;
+  std::vector<Buffer*> free_bufs;  // those without a RECV
+  Endpoint endpoint(domain);
+  for (size_t i = 0; i < kRecvCount; ++i) {
+    free_bufs.push_back(
+        &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+  }
+  PostRecvs(endpoint, free_bufs);
+  PrintClientCommand(program, endpoint);
 
   while (!g_interrupted) {
     size_t completions = 0;
     try {
-      completions += listener.Poll();
-      while (std::optional<Message> message = listener.Take()) {
-        printf("Received %zu bytes: %s\n", message->size(),
-               Printable(*message).c_str());
-      }
+      PostRecvs(endpoint, free_bufs);
+      completions = endpoint.PollCompletion();
     } catch (const std::exception& e) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
@@ -600,7 +580,7 @@ int ServerMain(const char* program) {
 }
 
 int ClientMain(const Address& server_addr, const std::string& text) {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   if (text.size() > domain.MaxMessageSize()) {
     throw std::invalid_argument("TEXT is longer than " +
                                 std::to_string(domain.MaxMessageSize()) +
@@ -639,7 +619,7 @@ int ClientMain(const Address& server_addr, const std::string& text) {
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  Info list = GetInfo(kCaps);
+  Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
   for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
@@ -666,7 +646,10 @@ int main(int argc, char** argv) {
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
-    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 2) throw std::invalid_argument("too many arguments");
     std::string text = args.size() > 1 ? args[1] : "Hello, world!";

@@ -202,12 +202,12 @@ std::string ProviderSetting() {
 // function that frees it.
 using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (`caps`), the best
+// Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
-Info GetInfo(uint64_t caps) {
+Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = caps;
+  hints->caps = kCaps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
   // Demands that we can meet. The answer keeps what the provider insists on.
@@ -305,6 +305,16 @@ struct Buffer {
 
 enum class RdmaOpType : uint8_t { kRecv, kSend };
 
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+  }
+  return "";
+}
+
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
@@ -322,11 +332,10 @@ struct RdmaOp {
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    constexpr const char* kNames[] = {"RECV", "SEND"};
     std::string hint;
     if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
-    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
-                             (" failed: " + error) + hint);
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
   }
 };
 
@@ -467,7 +476,7 @@ struct Endpoint {
     op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -504,7 +513,7 @@ struct Endpoint {
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
     Clock::time_point start = Clock::now();
-    last_completion = start;
+    RestartSilence();
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
       if (PollCompletion() > 0) continue;
@@ -512,6 +521,9 @@ struct Endpoint {
       std::this_thread::sleep_for(kIdlePause);
     }
   }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
 
   // Throws if nothing has completed for too long: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
@@ -788,7 +800,7 @@ struct Session {
         printf("The server has no place for us yet: waiting\n");
         told = true;
       }
-      return message.has_value();
+      return message && TypeOf(*message) == AppMessageType::kAccept;
     });
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
@@ -926,8 +938,25 @@ struct ServedClient {
   }
 };
 
+// Takes the CONNECTs that have come: their clients join the line, unless they
+// are served already, and hear that they wait. Throws if a message is no
+// CONNECT.
+void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
+                  WaitingLine& line) {
+  while (std::optional<Message> message = listener.Take()) {
+    auto connect = ReadConnect(*message, AppMessageType::kConnect);
+    bool served = std::any_of(
+        clients.begin(), clients.end(), [&](const ServedClient& client) {
+          return client.connect_msg.base.nonce == connect.base.nonce;
+        });
+    if (!served) line.Add(connect);
+  }
+  line.RemoveGone();
+  line.TellAll(listener.endpoint);
+}
+
 int ServerMain(const char* program) {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   Session listener(domain);
   WaitingLine line;
   std::list<ServedClient> clients;
@@ -940,16 +969,7 @@ int ServerMain(const char* program) {
     size_t completions = 0;
     try {
       completions += listener.Poll();
-      while (std::optional<Message> message = listener.Take()) {
-        auto connect = ReadConnect(*message, AppMessageType::kConnect);
-        bool served = std::any_of(
-            clients.begin(), clients.end(), [&](const auto& client) {
-              return client.connect_msg.base.nonce == connect.base.nonce;
-            });
-        if (!served) line.Add(connect);
-      }
-      line.RemoveGone();
-      line.TellAll(listener.endpoint);
+      TakeConnects(listener, clients, line);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1012,7 +1032,7 @@ void ReverseText(Session& session, const std::string& text) {
 }
 
 int ClientMain(const Address& server_addr, const std::string& text) {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   size_t max_size = domain.MaxMessageSize() - sizeof(AppMessageBase);
   if (text.size() > max_size) {
     throw std::invalid_argument("TEXT is longer than " +
@@ -1035,7 +1055,7 @@ int ClientMain(const Address& server_addr, const std::string& text) {
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  Info list = GetInfo(kCaps);
+  Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
   for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
@@ -1062,7 +1082,10 @@ int main(int argc, char** argv) {
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
-    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 2) throw std::invalid_argument("too many arguments");
     std::string text = args.size() > 1 ? args[1] : "Hello, world!";

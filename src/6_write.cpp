@@ -211,7 +211,7 @@ using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
 // first. FI_PROVIDER narrows the choice, and so does `same`, to one interface.
-Info GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
+Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
   hints->caps = caps;
@@ -263,12 +263,6 @@ struct Domain {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
-    // A provider without immediate data would answer -FI_EAGAIN for ever to the
-    // last WRITE.
-    if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {
-      throw std::runtime_error(std::string(info->fabric_attr->prov_name) +
-                               " has no immediate data; try another provider");
-    }
     // Over shm a WRITE is copied before it completes, even if we ask for no
     // level. If we ask, the provider of libfabric 1.17 has the other side copy
     // it under a lock, and waits for ever if that side is killed. It copies GPU
@@ -351,13 +345,13 @@ struct Buffer {
   }
 
   void CopyIn(size_t offset, const void* from, size_t len) {
-    gpu < 0 ? (void)memcpy(&data[offset], from, len)
-            : CudaCopy(&data[offset], from, len);
+    if (gpu >= 0) return CudaCopy(&data[offset], from, len);
+    memcpy(&data[offset], from, len);
   }
 
   void CopyOut(size_t offset, void* to, size_t len) const {
-    gpu < 0 ? (void)memcpy(to, &data[offset], len)
-            : CudaCopy(to, &data[offset], len);
+    if (gpu >= 0) return CudaCopy(to, &data[offset], len);
+    memcpy(to, &data[offset], len);
   }
 };
 
@@ -366,6 +360,18 @@ struct Buffer {
 // ---------------------------------------------------------------------------
 
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
+
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+    case RdmaOpType::kWrite:
+      return "WRITE";
+  }
+  return "";
+}
 
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
@@ -386,17 +392,18 @@ struct RdmaOp {
   bool in_flight = false;  // posted, and not yet completed
 
   // Returns whether the peer's program takes no part in it.
-  bool OneSided() const { return type > RdmaOpType::kSend; }
+  bool OneSided() const {
+    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
+  }
 
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    constexpr const char* kNames[] = {"RECV", "SEND", "WRITE"};
     std::string hint;
     if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
     if (OneSided()) hint += " Or has it refused the access?";
-    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
-                             (" failed: " + error) + hint);
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
   }
 };
 
@@ -539,7 +546,7 @@ struct Endpoint {
         // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
         if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
             !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          last_completion = Clock::now();
+          RestartSilence();
           if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
           continue;
         }
@@ -563,7 +570,7 @@ struct Endpoint {
     op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -602,7 +609,7 @@ struct Endpoint {
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
     Clock::time_point start = Clock::now();
-    last_completion = start;
+    RestartSilence();
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
       if (PollCompletion() > 0) continue;
@@ -610,6 +617,9 @@ struct Endpoint {
       std::this_thread::sleep_for(kIdlePause);
     }
   }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
 
   // Throws if nothing has completed for too long: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
@@ -886,7 +896,7 @@ struct Session {
         printf("The server has no place for us yet: waiting\n");
         told = true;
       }
-      return message.has_value();
+      return message && TypeOf(*message) == AppMessageType::kAccept;
     });
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
@@ -1115,15 +1125,13 @@ struct ServedClient {
                       .imm_data = last ? request_msg.imm_data : 0,
                       .callback = [this](const RdmaOp& op) {
                         op.Check();
-                        HandleWriteCompletion();
+                        ++finished_write_ops;
+                        if (finished_write_ops == total_write_ops)
+                          PrintProgress();
                       }};
       if (!session.endpoint.Post(std::move(write))) return;
       ++posted_write_ops;
     }
-  }
-
-  void HandleWriteCompletion() {
-    if (++finished_write_ops == total_write_ops) PrintProgress();
   }
 
   // The client may see the last WRITE, and say BYE, before we see its
@@ -1147,12 +1155,38 @@ struct ServedClient {
   }
 };
 
+// Throws if the last WRITE could carry no number: the provider would answer it
+// with -FI_EAGAIN for ever.
+void CheckImmediateData(const Domain& domain) {
+  if (domain.info->domain_attr->cq_data_size >= sizeof(uint32_t)) return;
+  throw std::runtime_error(std::string(domain.info->fabric_attr->prov_name) +
+                           " has no immediate data; try another provider");
+}
+
 // Asks for an interface that can use GPU memory, if there is a GPU. Defined at
 // the end of this file.
 Info GetInfoWithGpu();
 
+// Takes the CONNECTs that have come: their clients join the line, unless they
+// are served already, and hear that they wait. Throws if a message is no
+// CONNECT.
+void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
+                  WaitingLine& line) {
+  while (std::optional<Message> message = listener.Take()) {
+    auto connect = ReadConnect(*message, AppMessageType::kConnect);
+    bool served = std::any_of(
+        clients.begin(), clients.end(), [&](const ServedClient& client) {
+          return client.connect_msg.base.nonce == connect.base.nonce;
+        });
+    if (!served) line.Add(connect);
+  }
+  line.RemoveGone();
+  line.TellAll(listener.endpoint);
+}
+
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
+  CheckImmediateData(domain);
   Session listener(domain);
   WaitingLine line;
   std::list<ServedClient> clients;
@@ -1165,16 +1199,7 @@ int ServerMain(const char* program) {
     size_t completions = 0;
     try {
       completions += listener.Poll();
-      while (std::optional<Message> message = listener.Take()) {
-        auto connect = ReadConnect(*message, AppMessageType::kConnect);
-        bool served = std::any_of(
-            clients.begin(), clients.end(), [&](const auto& client) {
-              return client.connect_msg.base.nonce == connect.base.nonce;
-            });
-        if (!served) line.Add(connect);
-      }
-      line.RemoveGone();
-      line.TellAll(listener.endpoint);
+      TakeConnects(listener, clients, line);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1253,6 +1278,7 @@ void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
 
 int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages) {
   Domain domain(GetInfoWithGpu());
+  CheckImmediateData(domain);
   if (page_size > domain.info->ep_attr->max_msg_size) {
     throw std::invalid_argument("PAGE_SIZE is too large for this provider");
   }
@@ -1286,7 +1312,7 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages) {
   request.num_pages = static_cast<uint32_t>(num_pages);
   bool filled = false;
   session.endpoint.on_imm_data = [&](uint32_t imm_data) {
-    filled |= imm_data == request.imm_data;
+    if (imm_data == request.imm_data) filled = true;
   };
   try {
     SendRequest(session, *memory, request, page_idx);
@@ -1310,7 +1336,7 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages) {
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  Info list = GetInfo(kCaps);
+  Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
   for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
@@ -1350,7 +1376,10 @@ int main(int argc, char** argv) {
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
-    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 3) throw std::invalid_argument("too many arguments");
     if (args.size() == 2) throw std::invalid_argument("NUM_PAGES is missing");
@@ -1461,7 +1490,7 @@ bool CudaFlushWrites(int) { return true; }
 // another interface for it: a libfabric without CUDA would offer shm, which
 // reaches nobody outside this host.
 Info GetInfoWithGpu() {
-  Info plain = GetInfo(kCaps);
+  Info plain = GetInfo();
   if (FindGpu() < 0) return plain;
   try {
     return GetInfo(kCaps | FI_HMEM, plain.get());

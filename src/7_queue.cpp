@@ -232,7 +232,7 @@ using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
 // first. FI_PROVIDER narrows the choice, and so does `same`, to one interface.
-Info GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
+Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
   hints->caps = caps;
@@ -303,12 +303,6 @@ struct Domain {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
-    // A provider without immediate data would answer -FI_EAGAIN for ever to the
-    // last WRITE.
-    if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {
-      throw std::runtime_error(std::string(info->fabric_attr->prov_name) +
-                               " has no immediate data; try another provider");
-    }
     // Over shm a WRITE is copied before it completes, even if we ask for no
     // level. If we ask, the provider of libfabric 1.17 has the other side copy
     // it under a lock, and waits for ever if that side is killed. It copies GPU
@@ -395,13 +389,13 @@ struct Buffer {
   }
 
   void CopyIn(size_t offset, const void* from, size_t len) {
-    gpu < 0 ? (void)memcpy(&data[offset], from, len)
-            : CudaCopy(&data[offset], from, len);
+    if (gpu >= 0) return CudaCopy(&data[offset], from, len);
+    memcpy(&data[offset], from, len);
   }
 
   void CopyOut(size_t offset, void* to, size_t len) const {
-    gpu < 0 ? (void)memcpy(to, &data[offset], len)
-            : CudaCopy(to, &data[offset], len);
+    if (gpu >= 0) return CudaCopy(to, &data[offset], len);
+    memcpy(to, &data[offset], len);
   }
 };
 
@@ -410,6 +404,18 @@ struct Buffer {
 // ---------------------------------------------------------------------------
 
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
+
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+    case RdmaOpType::kWrite:
+      return "WRITE";
+  }
+  return "";
+}
 
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
@@ -430,17 +436,18 @@ struct RdmaOp {
   bool in_flight = false;  // posted, and not yet completed
 
   // Returns whether the peer's program takes no part in it.
-  bool OneSided() const { return type > RdmaOpType::kSend; }
+  bool OneSided() const {
+    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
+  }
 
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    constexpr const char* kNames[] = {"RECV", "SEND", "WRITE"};
     std::string hint;
     if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
     if (OneSided()) hint += " Or has it refused the access?";
-    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
-                             (" failed: " + error) + hint);
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
   }
 };
 
@@ -531,6 +538,9 @@ struct Endpoint {
     ProgressPendingOps();
   }
 
+  // Returns whether libfabric has taken everything that was posted.
+  bool HasRoom() const { return pending_ops.empty(); }
+
   // Hands over what is waiting, as far as libfabric has room. An operation that
   // libfabric refuses completes at once, with an error.
   void ProgressPendingOps() {
@@ -599,7 +609,7 @@ struct Endpoint {
         // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
         if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
             !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          last_completion = Clock::now();
+          RestartSilence();
           if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
           continue;
         }
@@ -623,7 +633,7 @@ struct Endpoint {
     op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -662,7 +672,7 @@ struct Endpoint {
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
     Clock::time_point start = Clock::now();
-    last_completion = start;
+    RestartSilence();
     size_t empty_polls = 0;
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
@@ -677,6 +687,9 @@ struct Endpoint {
       }
     }
   }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
 
   // Throws if nothing has completed for too long: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
@@ -920,7 +933,7 @@ struct Session {
         printf("The server has no place for us yet: waiting\n");
         told = true;
       }
-      return message.has_value();
+      return message && TypeOf(*message) == AppMessageType::kAccept;
     });
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
@@ -1042,11 +1055,20 @@ std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
 
 // A client, and what it asks of the server: to fill its memory with pages.
 struct ServedClient {
+  enum class State : uint8_t {
+    kWaitRequest,  // for a request
+    kWaitMemory,   // for memory that other clients have
+    kMakePages,    // one at a time
+    kWrite,        // until the last WRITE has completed
+    kWritten,
+  };
+
   size_t number;  // of the client; begins each line about it
   AppConnectMessage connect_msg;
-  size_t* memory_left;           // bytes, for the pages of all clients
+  size_t& memory_left;           // bytes, for the pages of all clients
   std::optional<Buffer> source;  // the pages, once the client has asked
   Session session;
+  State state = State::kWaitRequest;
   AppRandomFillMessage request_msg = {};
   std::vector<uint32_t> page_idx;
   size_t made_pages = 0;
@@ -1059,7 +1081,7 @@ struct ServedClient {
 
   // Opens the session. Throws if the machine lacks what that takes.
   ServedClient(Domain& domain, size_t client_number,
-               const AppConnectMessage& connect, size_t* memory)
+               const AppConnectMessage& connect, size_t& memory)
       : number(client_number),
         connect_msg(connect),
         memory_left(memory),
@@ -1074,7 +1096,7 @@ struct ServedClient {
   }
 
   ~ServedClient() {
-    if (source) *memory_left += source->size;
+    if (source) memory_left += source->size;
   }
 
   // Does what can be done for the client now. Returns the number of
@@ -1090,31 +1112,33 @@ struct ServedClient {
         if (done) return completions;
         HandleRequest(*message);
       }
-      AllocSource();
-      ContinueMakePages();
+      if (state == State::kWaitMemory) AllocSource();
+      if (state == State::kMakePages) ContinueMakePages();
     } catch (const std::exception& e) {
       session.Refuse(e.what());
       throw;
     }
-    ContinuePostWrite();
+    if (state == State::kWrite) ContinuePostWrite();
     Report();
     // While the client waits for memory or for its pages, its silence means
     // nothing.
-    if (made_pages == page_idx.size()) {
+    if (state != State::kWaitMemory && state != State::kMakePages) {
       session.endpoint.CheckSilence("waiting for the client");
     }
     return completions;
   }
 
   // Returns whether there is more to do right away, even if nothing completes.
-  bool Busy() const { return source && finished_write_ops < total_write_ops; }
+  bool Busy() const {
+    return state == State::kMakePages || state == State::kWrite;
+  }
 
   // Compares each value in the message with what was received and what was
   // offered, before it uses the value.
   void HandleRequest(const Message& message) {
     auto msg =
         ReadMessage<AppRandomFillMessage>(message, AppMessageType::kRandomFill);
-    if (total_write_ops > 0) throw BadMessage("a second request");
+    if (state != State::kWaitRequest) throw BadMessage("a second request");
     size_t indices_size = message.size() - sizeof(msg);
     if (msg.num_pages == 0 || indices_size % sizeof(uint32_t) != 0 ||
         indices_size / sizeof(uint32_t) != msg.num_pages) {
@@ -1149,35 +1173,35 @@ struct ServedClient {
                   " num_pages=" + std::to_string(msg.num_pages) +
                   " total_repeat=" + std::to_string(msg.total_repeat));
     reported_at = Clock::now();
+    state = State::kWaitMemory;
   }
 
   // Makes room for the pages as soon as the other clients have left enough.
   void AllocSource() {
     size_t size = page_idx.size() * request_msg.page_size;
-    if (source || size == 0 || size > *memory_left) return;
+    if (size > memory_left) return;
     std::string place = MakeBuffer(source, session.domain, size, FI_WRITE);
     PrintLine(stdout, number,
               "Registered " + std::to_string(size) + " bytes " + place);
-    *memory_left -= size;
+    memory_left -= size;
+    state = State::kMakePages;
   }
 
   // Makes the next page: one at a time, so that the other clients do not have
   // to wait.
   void ContinueMakePages() {
-    if (!source || made_pages == page_idx.size()) return;
     size_t page_size = request_msg.page_size;
     auto page = MakePage(page_size, request_msg.seed + made_pages);
     source->CopyIn(made_pages * page_size, page.data(), page_size);
     if (++made_pages < page_idx.size()) return;
     write_start_at = Clock::now();
-    session.endpoint.last_completion =
-        write_start_at;  // silence counts from here
+    session.endpoint.RestartSilence();
     session.endpoint.eagain_count = 0;
+    state = State::kWrite;
   }
 
   // Posts the next WRITEs, if it is time for them.
   void ContinuePostWrite() {
-    if (!source || made_pages < page_idx.size()) return;
     size_t page_size = request_msg.page_size;
     size_t max_outstanding =
         std::min(std::max<size_t>(kMaxOutstandingBytes / page_size, 2),
@@ -1186,7 +1210,7 @@ struct ServedClient {
     while (posted_write_ops < end) {
       // Post only what libfabric has room for, so that the queue stays short,
       // however long the transfer is.
-      if (!session.endpoint.pending_ops.empty()) return;
+      if (!session.endpoint.HasRoom()) return;
       // Immediate data tells the client that all is there, but WRITEs may
       // arrive in any order. So the last one waits until all others have
       // completed.
@@ -1204,33 +1228,33 @@ struct ServedClient {
                       .imm_data = last ? request_msg.imm_data : 0,
                       .callback = [this](const RdmaOp& op) {
                         op.Check();
-                        HandleWriteCompletion();
+                        ++finished_write_ops;
+                        if (finished_write_ops == total_write_ops)
+                          FinishWrite();
                       }};
       session.endpoint.Post(std::move(write));
       ++posted_write_ops;
     }
   }
 
-  void HandleWriteCompletion() {
-    if (++finished_write_ops == total_write_ops) PrintProgress();
+  void FinishWrite() {
+    state = State::kWritten;
+    PrintProgress();
   }
 
   // The client may see the last WRITE, and say BYE, before we see its
   // completion.
   void HandleBye() {
-    if (posted_write_ops < total_write_ops ||
-        finished_write_ops == total_write_ops) {
-      return;
-    }
+    if (posted_write_ops < total_write_ops || state != State::kWrite) return;
     finished_write_ops = total_write_ops;
-    PrintProgress();
+    FinishWrite();
   }
 
   // Reports progress to the terminal and to the client, now and then. The
   // client takes no part in a WRITE, so to the client a long transfer is
   // silence.
   void Report() {
-    if (finished_write_ops == total_write_ops) return;
+    if (state == State::kWaitRequest || state == State::kWritten) return;
     Clock::time_point now = Clock::now();
     if (now - reported_at < kReportPeriod || session.unsent > 0) return;
     reported_at = now;
@@ -1261,12 +1285,38 @@ struct ServedClient {
   }
 };
 
+// Throws if the last WRITE could carry no number: the provider would answer it
+// with -FI_EAGAIN for ever.
+void CheckImmediateData(const Domain& domain) {
+  if (domain.info->domain_attr->cq_data_size >= sizeof(uint32_t)) return;
+  throw std::runtime_error(std::string(domain.info->fabric_attr->prov_name) +
+                           " has no immediate data; try another provider");
+}
+
 // Asks for an interface that can use GPU memory, if there is a GPU. Defined at
 // the end of this file.
 Info GetInfoWithGpu();
 
+// Takes the CONNECTs that have come: their clients join the line, unless they
+// are served already, and hear that they wait. Throws if a message is no
+// CONNECT.
+void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
+                  WaitingLine& line) {
+  while (std::optional<Message> message = listener.Take()) {
+    auto connect = ReadConnect(*message, AppMessageType::kConnect);
+    bool served = std::any_of(
+        clients.begin(), clients.end(), [&](const ServedClient& client) {
+          return client.connect_msg.base.nonce == connect.base.nonce;
+        });
+    if (!served) line.Add(connect);
+  }
+  line.RemoveGone();
+  line.TellAll(listener.endpoint);
+}
+
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
+  CheckImmediateData(domain);
   Session listener(domain);
   WaitingLine line;
   size_t memory_left = kMaxTransfer;
@@ -1288,16 +1338,7 @@ int ServerMain(const char* program) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
       }
-      while (std::optional<Message> message = listener.Take()) {
-        auto connect = ReadConnect(*message, AppMessageType::kConnect);
-        bool served = std::any_of(
-            clients.begin(), clients.end(), [&](const auto& client) {
-              return client.connect_msg.base.nonce == connect.base.nonce;
-            });
-        if (!served) line.Add(connect);
-      }
-      line.RemoveGone();
-      line.TellAll(listener.endpoint);
+      TakeConnects(listener, clients, line);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1305,7 +1346,7 @@ int ServerMain(const char* program) {
         // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
         full_until = Clock::now() + kAskPeriod;
         clients.emplace_back(domain, num_clients + 1,
-                             line.visitors.front().connect, &memory_left);
+                             line.visitors.front().connect, memory_left);
         full_until = {};
         ++num_clients;
         line.visitors.pop_front();
@@ -1383,6 +1424,7 @@ void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
 int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
                size_t total_repeat) {
   Domain domain(GetInfoWithGpu());
+  CheckImmediateData(domain);
   if (page_size > domain.info->ep_attr->max_msg_size) {
     throw std::invalid_argument("PAGE_SIZE is too large for this provider");
   }
@@ -1417,7 +1459,7 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
   request.total_repeat = total_repeat;
   bool filled = false;
   session.endpoint.on_imm_data = [&](uint32_t imm_data) {
-    filled |= imm_data == request.imm_data;
+    if (imm_data == request.imm_data) filled = true;
   };
   try {
     SendRequest(session, *memory, request, page_idx);
@@ -1443,7 +1485,7 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  Info list = GetInfo(kCaps);
+  Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
   for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
@@ -1483,7 +1525,10 @@ int main(int argc, char** argv) {
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
-    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 4) throw std::invalid_argument("too many arguments");
     if (args.size() == 2) throw std::invalid_argument("NUM_PAGES is missing");
@@ -1601,7 +1646,7 @@ bool CudaFlushWrites(int) { return true; }
 // another interface for it: a libfabric without CUDA would offer shm, which
 // reaches nobody outside this host.
 Info GetInfoWithGpu() {
-  Info plain = GetInfo(kCaps);
+  Info plain = GetInfo();
   if (FindGpu() < 0) return plain;
   try {
     return GetInfo(kCaps | FI_HMEM, plain.get());

@@ -234,7 +234,7 @@ using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
 // first. FI_PROVIDER narrows the choice, and so does `same`, to one interface.
-Info GetInfo(uint64_t caps, const struct fi_info* same = nullptr) {
+Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
   hints->caps = caps;
@@ -395,6 +395,20 @@ struct Buffer {
 
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite, kRead };
 
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+    case RdmaOpType::kWrite:
+      return "WRITE";
+    case RdmaOpType::kRead:
+      return "READ";
+  }
+  return "";
+}
+
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
@@ -413,17 +427,18 @@ struct RdmaOp {
   bool in_flight = false;  // posted, and not yet completed
 
   // Returns whether the peer's program takes no part in it.
-  bool OneSided() const { return type > RdmaOpType::kSend; }
+  bool OneSided() const {
+    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
+  }
 
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    constexpr const char* kNames[] = {"RECV", "SEND", "WRITE", "READ"};
     std::string hint;
     if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
     if (OneSided()) hint += " Or has it refused the access?";
-    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
-                             (" failed: " + error) + hint);
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
   }
 };
 
@@ -510,6 +525,9 @@ struct Endpoint {
     ProgressPendingOps();
   }
 
+  // Returns whether libfabric has taken everything that was posted.
+  bool HasRoom() const { return pending_ops.empty(); }
+
   // Hands over what is waiting, as far as libfabric has room. An operation that
   // libfabric refuses completes at once, with an error.
   void ProgressPendingOps() {
@@ -592,7 +610,7 @@ struct Endpoint {
     op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -631,7 +649,7 @@ struct Endpoint {
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
     Clock::time_point start = Clock::now();
-    last_completion = start;
+    RestartSilence();
     size_t empty_polls = 0;
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
@@ -646,6 +664,9 @@ struct Endpoint {
       }
     }
   }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
 
   // Throws if nothing has completed for too long: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
@@ -892,7 +913,7 @@ struct Session {
         printf("The server has no place for us yet: waiting\n");
         told = true;
       }
-      return message.has_value();
+      return message && TypeOf(*message) == AppMessageType::kAccept;
     });
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
@@ -1260,6 +1281,23 @@ struct ServedClient {
 // the end of this file.
 Info GetInfoWithGpu();
 
+// Takes the CONNECTs that have come: their clients join the line, unless they
+// are served already, and hear that they wait. Throws if a message is no
+// CONNECT.
+void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
+                  WaitingLine& line) {
+  while (std::optional<Message> message = listener.Take()) {
+    auto connect = ReadConnect(*message, AppMessageType::kConnect);
+    bool served = std::any_of(
+        clients.begin(), clients.end(), [&](const ServedClient& client) {
+          return client.connect_msg.base.nonce == connect.base.nonce;
+        });
+    if (!served) line.Add(connect);
+  }
+  line.RemoveGone();
+  line.TellAll(listener.endpoint);
+}
+
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
   Pool pool(domain, kPoolSize);
@@ -1282,16 +1320,7 @@ int ServerMain(const char* program) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
       }
-      while (std::optional<Message> message = listener.Take()) {
-        auto connect = ReadConnect(*message, AppMessageType::kConnect);
-        bool served = std::any_of(
-            clients.begin(), clients.end(), [&](const auto& client) {
-              return client.connect_msg.base.nonce == connect.base.nonce;
-            });
-        if (!served) line.Add(connect);
-      }
-      line.RemoveGone();
-      line.TellAll(listener.endpoint);
+      TakeConnects(listener, clients, line);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1437,8 +1466,7 @@ struct MallocClient {
   size_t LocalMalloc(size_t size) {
     std::optional<size_t> offset;
     WaitUntil("waiting for READs and WRITEs", [&] {
-      if (outstanding < kMaxOutstanding &&
-          session.endpoint.pending_ops.empty()) {
+      if (outstanding < kMaxOutstanding && session.endpoint.HasRoom()) {
         offset = allocator.Alloc(size);
         if (!offset && outstanding == 0) {
           throw std::runtime_error("our own pool has no piece of " +
@@ -1656,7 +1684,7 @@ int ClientMain(const Address& server_addr, size_t num_blocks) {
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  Info list = GetInfo(kCaps);
+  Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
   for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
@@ -1697,7 +1725,10 @@ int main(int argc, char** argv) {
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0]);
-    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 2) throw std::invalid_argument("too many arguments");
     size_t num_blocks = args.size() > 1 ? ParseNumber("BLOCKS", args[1]) : 64;
@@ -1765,7 +1796,7 @@ Memory CudaAlloc(size_t) { return {nullptr, free}; }
 // another interface for it: a libfabric without CUDA would offer shm, which
 // reaches nobody outside this host.
 Info GetInfoWithGpu() {
-  Info plain = GetInfo(kCaps);
+  Info plain = GetInfo();
   if (FindGpu() < 0) return plain;
   try {
     return GetInfo(kCaps | FI_HMEM, plain.get());

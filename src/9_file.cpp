@@ -233,12 +233,12 @@ std::string ProviderSetting() {
 // function that frees it.
 using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (`caps`), the best
+// Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
-Info GetInfo(uint64_t caps) {
+Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = caps;
+  hints->caps = kCaps;
   // Reliable, whole messages, and one endpoint for any number of peers.
   hints->ep_attr->type = FI_EP_RDM;
   // Demands that we can meet. The answer keeps what the provider insists on.
@@ -375,6 +375,18 @@ struct Buffer {
 
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
 
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+    case RdmaOpType::kWrite:
+      return "WRITE";
+  }
+  return "";
+}
+
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
@@ -394,17 +406,18 @@ struct RdmaOp {
   bool in_flight = false;  // posted, and not yet completed
 
   // Returns whether the peer's program takes no part in it.
-  bool OneSided() const { return type > RdmaOpType::kSend; }
+  bool OneSided() const {
+    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
+  }
 
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    constexpr const char* kNames[] = {"RECV", "SEND", "WRITE"};
     std::string hint;
     if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
     if (OneSided()) hint += " Or has it refused the access?";
-    throw std::runtime_error(kNames[static_cast<size_t>(type)] +
-                             (" failed: " + error) + hint);
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
   }
 };
 
@@ -559,7 +572,7 @@ struct Endpoint {
         // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
         if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
             !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          last_completion = Clock::now();
+          RestartSilence();
           if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
           continue;
         }
@@ -583,7 +596,7 @@ struct Endpoint {
     op->in_flight = false;
     free_ops.push_back(op);
     // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) last_completion = Clock::now();
+    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -622,7 +635,7 @@ struct Endpoint {
                  Clock::duration grace = 0s,
                  std::chrono::seconds limit = kSilenceLimit) {
     Clock::time_point start = Clock::now();
-    last_completion = start;
+    RestartSilence();
     size_t empty_polls = 0;
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
@@ -637,6 +650,9 @@ struct Endpoint {
       }
     }
   }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
 
   // Throws if nothing has completed for too long: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
@@ -874,7 +890,7 @@ struct Session {
         printf("The server has no place for us yet: waiting\n");
         told = true;
       }
-      return message.has_value();
+      return message && TypeOf(*message) == AppMessageType::kAccept;
     });
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
@@ -1205,7 +1221,7 @@ uint64_t CountChunks(uint64_t file_size, uint64_t chunk_size) {
 // are alive, and does not take its silence for an end: it waits for us.
 void WaitForDisk(Session& session, Clock::time_point& alive_at) {
   Clock::time_point now = Clock::now();
-  session.endpoint.last_completion = now;
+  session.endpoint.RestartSilence();
   if (now - alive_at < kAlivePeriod || session.unsent > 0) return;
   alive_at = now;
   session.Send(AppMessageBase{AppMessageType::kAlive});
@@ -1472,8 +1488,25 @@ struct ServedClient {
   }
 };
 
+// Takes the CONNECTs that have come: their clients join the line, unless they
+// are served already, and hear that they wait. Throws if a message is no
+// CONNECT.
+void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
+                  WaitingLine& line) {
+  while (std::optional<Message> message = listener.Take()) {
+    auto connect = ReadConnect(*message, AppMessageType::kConnect);
+    bool served = std::any_of(
+        clients.begin(), clients.end(), [&](const ServedClient& client) {
+          return client.connect_msg.base.nonce == connect.base.nonce;
+        });
+    if (!served) line.Add(connect);
+  }
+  line.RemoveGone();
+  line.TellAll(listener.endpoint);
+}
+
 int ServerMain(const char* program, const std::string& directory) {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   Session listener(domain);
   WaitingLine line;
   std::list<ServedClient> clients;
@@ -1496,16 +1529,7 @@ int ServerMain(const char* program, const std::string& directory) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
       }
-      while (std::optional<Message> message = listener.Take()) {
-        auto connect = ReadConnect(*message, AppMessageType::kConnect);
-        bool served = std::any_of(
-            clients.begin(), clients.end(), [&](const auto& client) {
-              return client.connect_msg.base.nonce == connect.base.nonce;
-            });
-        if (!served) line.Add(connect);
-      }
-      line.RemoveGone();
-      line.TellAll(listener.endpoint);
+      TakeConnects(listener, clients, line);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1792,7 +1816,7 @@ struct PutClient {
 
 int ClientMain(const Address& server_addr, const std::string& path,
                size_t num_slots) {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   PutClient client(domain, path);
   client.session.Connect(server_addr);
   std::string name = std::filesystem::path(path).filename();
@@ -1810,7 +1834,7 @@ int ClientMain(const Address& server_addr, const std::string& path,
 // ---------------------------------------------------------------------------
 
 int ListMain() {
-  Info list = GetInfo(kCaps);
+  Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
   for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
@@ -1850,7 +1874,10 @@ int main(int argc, char** argv) {
   InstallSignalHandlers();
   try {
     if (args.empty()) return ServerMain(argv[0], ".");
-    if (args[0] == "--help") return printf("%s", kUsage) < 0;
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
     if (args[0] == "--list" && args.size() == 1) return ListMain();
     if (args.size() > 3) throw std::invalid_argument("too many arguments");
     if (args.size() == 1) {

@@ -115,7 +115,7 @@ struct Pair {
     std::optional<Message> connect;
     Until([&] { return (connect = listener.Take()).has_value(); });
     state.emplace(domain, 1, ReadConnect(*connect, AppMessageType::kConnect),
-                  &memory_left);
+                  memory_left);
     client.peer = client.endpoint.AddPeerAddress(state->session.endpoint.addr);
     // The ACCEPT has arrived, and the server knows it.
     Until([&] { return client.Take().has_value(); });

@@ -394,6 +394,7 @@ enum class RdmaOpType : uint8_t {
   kCompareSwap
 };
 
+// Returns the name of an operation, for error messages.
 const char* NameOf(RdmaOpType type) {
   switch (type) {
     case RdmaOpType::kRecv:

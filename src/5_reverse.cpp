@@ -305,6 +305,7 @@ struct Buffer {
 
 enum class RdmaOpType : uint8_t { kRecv, kSend };
 
+// Returns the name of an operation, for error messages.
 const char* NameOf(RdmaOpType type) {
   switch (type) {
     case RdmaOpType::kRecv:

@@ -405,6 +405,7 @@ struct Buffer {
 
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
 
+// Returns the name of an operation, for error messages.
 const char* NameOf(RdmaOpType type) {
   switch (type) {
     case RdmaOpType::kRecv:
@@ -1055,8 +1056,9 @@ std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
 
 // A client, and what it asks of the server: to fill its memory with pages.
 struct ServedClient {
+  // What the client waits for.
   enum class State : uint8_t {
-    kWaitRequest,  // for a request
+    kWaitRequest,  // for nothing: it has not asked yet
     kWaitMemory,   // for memory that other clients have
     kMakePages,    // one at a time
     kWrite,        // until the last WRITE has completed
@@ -1237,6 +1239,7 @@ struct ServedClient {
     }
   }
 
+  // Called once, when the last WRITE has completed.
   void FinishWrite() {
     state = State::kWritten;
     PrintProgress();

@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Which lines of a step its chapter accounts for: it shows them, or its text names the
-function, constant or type that they belong to. Prints the shares of each chapter;
-test_chapters.py looks for what is left."""
+"""Which lines of a step its chapter accounts for: it shows them, its text names the
+function, constant or type that they belong to, or a comment in the program explains
+that where it is defined. Prints the shares of each chapter; test_chapters.py looks for
+what is left."""
 
 import os
 import re
@@ -111,6 +112,7 @@ class Naming:
     """By which of its words a chapter accounts for a line that it does not show."""
 
     def __init__(self, page, source):
+        self.source = source
         self.definitions = list(definitions(source))
         self.shown = shown_lines(page, source)
         words = re.compile(r"~?\w+")
@@ -123,12 +125,23 @@ class Naming:
         """The definitions that a line belongs to, the innermost last."""
         return [d for d in self.definitions if d.first <= number <= d.last]
 
+    def explained(self, definition):
+        """Whether a comment stands above the definition, or at the end of a line of a
+        value."""
+        above = self.source[definition.first - 1] if definition.first else ""
+        lines = [above] if definition.kind != "value" else \
+            [above, *self.source[definition.first:definition.last + 1]]
+        return any(re.search(r"(^|\s)// ", line) for line in lines)
+
     def word(self, number):
-        """The name that the text or an excerpt has, or None."""
+        """The name that the text or an excerpt has, or that a comment explains, or
+        None."""
         around = self.around(number)
         if not around:
             return None
         owner = around[-1]
+        if self.explained(owner):
+            return owner.name
         if is_common(owner) and around[0].name in self.named:
             return around[0].name
         if owner.name in self.named:
@@ -157,11 +170,12 @@ def account(page):
 
 
 def check_lines(page):
-    """Each line that is new in a program is shown, or what it belongs to is named."""
+    """Each line that is new in a program is shown, or what it belongs to is named or
+    has a comment."""
     if page.program not in chapters.programs(page.root):
         return []
-    return [f"{page.path}: neither shown nor named: {name}, in line {lines[0]} of "
-            f"src/{page.program}.cpp" for name, lines in account(page).left.items()]
+    return [f"{page.path}: neither shown nor named nor explained by a comment: {name}, "
+            f"in line {lines[0]} of src/{page.program}.cpp" for name, lines in account(page).left.items()]
 
 
 def check_counts(page):

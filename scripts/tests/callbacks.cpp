@@ -11,7 +11,7 @@
 #undef main
 
 int main() {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   Buffer buf(domain, 4096, FI_SEND | FI_RECV);
   Endpoint endpoint(domain);
   fi_addr_t self = endpoint.AddPeerAddress(endpoint.addr);

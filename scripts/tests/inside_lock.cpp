@@ -35,7 +35,7 @@ ssize_t ReadLate(struct fid_ep* ep, const struct fi_msg_rma* msg,
 }
 
 int main() {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   SharedMemory memory(domain);
   g_table = reinterpret_cast<SharedTable*>(memory.buf.data.get());
   Session server(domain);

@@ -47,7 +47,7 @@ ssize_t SendSeldom(struct fid_ep* ep, const struct fi_msg* msg,
 }
 
 int CheckOrder() {
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   Buffer in(domain, 4096, FI_RECV);
   Buffer out(domain, 4096, FI_SEND);
   Endpoint receiver(domain);
@@ -91,7 +91,7 @@ int CheckOrder() {
 
 int CheckSignal() {
   InstallSignalHandlers();
-  Domain domain(GetInfo(kCaps));
+  Domain domain(GetInfo());
   raise(SIGINT);
   Endpoint endpoint(domain);
   raise(SIGINT);
@@ -102,7 +102,7 @@ int CheckSignal() {
 
 // Both ends of a session that has just begun.
 struct Pair {
-  Domain domain{GetInfo(kCaps)};
+  Domain domain{GetInfo()};
   size_t memory_left = kMaxTransfer;
   Session listener{domain};
   Session client{domain};

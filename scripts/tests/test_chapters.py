@@ -199,6 +199,11 @@ using Free = std::unique_ptr<int, void (*)(int*)>;
 int main() {
   return 0;
 }
+
+// Explained by a comment.
+int Explained() {
+  return 0;
+}
 """
 
 
@@ -207,7 +212,7 @@ def test_lines_are_counted(tmp_path):
     assert [(d.name, d.first + 1, d.last + 1) for d in found] == [
         ("kShown", 1, 1), ("kNamed", 2, 2), ("Kind", 3, 3), ("Pair", 5, 15),
         ("callback", 7, 7), ("member", 8, 8), ("Pointer", 9, 9), ("Pair", 10, 14),
-        ("Free", 17, 17), ("main", 19, 21)]
+        ("Free", 17, 17), ("main", 19, 21), ("Explained", 24, 26)]
     for folder, name, text in [
             ("src", "4_a.cpp", "int main() {\n  return 0;\n}\n"),
             ("src", "5_b.cpp", "// Based on 4_a.\n" + DEFINITIONS),
@@ -218,10 +223,11 @@ def test_lines_are_counted(tmp_path):
         (tmp_path / folder / name).write_text(text)
     page = Page(tmp_path, "chapters/5_b.md")
     assert lines.check_lines(page) == [
-        f"chapters/5_b.md: neither shown nor named: {name} of src/5_b.cpp"
+        f"chapters/5_b.md: neither shown nor named nor explained by a comment: {name} "
+        "of src/5_b.cpp"
         for name in ["Kind, in line 4", "Free, in line 18"]]
     assert lines.check_counts(page) == [
-        "chapters/5_b.md:3: the step removes 0 lines and adds 19"]
+        "chapters/5_b.md:3: the step removes 0 lines and adds 24"]
 
 
 README = "README.md"

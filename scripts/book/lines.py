@@ -125,23 +125,25 @@ class Naming:
         """The definitions that a line belongs to, the innermost last."""
         return [d for d in self.definitions if d.first <= number <= d.last]
 
-    def explained(self, definition):
-        """Whether a comment stands above the definition, or at the end of a line of a
-        value."""
-        above = self.source[definition.first - 1] if definition.first else ""
-        lines = [above] if definition.kind != "value" else \
-            [above, *self.source[definition.first:definition.last + 1]]
-        return any(re.search(r"(^|\s)// ", line) for line in lines)
+    def explained(self, number):
+        """Whether a comment stands above what the line belongs to or, for a value, at
+        the end of a line of it."""
+        around = self.around(number)
+        if not around:
+            return False
+        owner = around[-1]
+        above = self.source[max(owner.first - 1, 0):owner.first]
+        beside = self.source[owner.first:owner.last + 1] \
+            if owner.kind == "value" else []
+        return any(line.lstrip().startswith("//") for line in above) or \
+            any(" // " in line for line in beside)
 
     def word(self, number):
-        """The name that the text or an excerpt has, or that a comment explains, or
-        None."""
+        """The name that the text or an excerpt has, or None."""
         around = self.around(number)
         if not around:
             return None
         owner = around[-1]
-        if self.explained(owner):
-            return owner.name
         if is_common(owner) and around[0].name in self.named:
             return around[0].name
         if owner.name in self.named:
@@ -163,7 +165,8 @@ def account(page):
     new = new_lines(page, source)
     left = {}
     for number in new:
-        if number not in naming.shown and naming.word(number) is None:
+        if number not in naming.shown and naming.word(number) is None \
+                and not naming.explained(number):
             around = naming.around(number)
             left.setdefault(around[-1].name if around else "?", []).append(number + 1)
     return Account(len(new), len(naming.shown.intersection(new)), left)
@@ -199,7 +202,7 @@ def main():
         new, shown, left = account(chapters.Page(ROOT, f"chapters/{program}.md"))
         lost = sum(map(len, left.values()))
         print(f"{program}: {new} new lines, {100 * shown // new} % shown, "
-              f"{100 * (new - shown - lost) // new} % named, {lost} neither")
+              f"{100 * (new - shown - lost) // new} % named or explained, {lost} neither")
         for name, lines in left.items():
             print(f"  {name}: line {lines[0]}" + f" and {len(lines) - 1} more"
                   * (len(lines) > 1))

@@ -202,7 +202,7 @@ int main() {
 
 // Explained by a comment.
 int Explained() {
-  return 0;
+  return 24;
 }
 """
 
@@ -223,8 +223,8 @@ def test_lines_are_counted(tmp_path):
         (tmp_path / folder / name).write_text(text)
     page = Page(tmp_path, "chapters/5_b.md")
     assert lines.check_lines(page) == [
-        f"chapters/5_b.md: neither shown nor named nor explained by a comment: {name} "
-        "of src/5_b.cpp"
+        f"chapters/5_b.md: neither shown nor named nor explained by a comment: {name} of "
+        "src/5_b.cpp"
         for name in ["Kind, in line 4", "Free, in line 18"]]
     assert lines.check_counts(page) == [
         "chapters/5_b.md:3: the step removes 0 lines and adds 24"]

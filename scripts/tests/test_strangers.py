@@ -76,7 +76,8 @@ def test_memory_of_a_server(run, serve, program, provider):
     provider = provider_in(server.process.output)
     check_keys(run, provider, server.address, "read", key)
     check_keys(run, provider, server.address, "overwrite")
-    server.check_client()
+    if provider not in server.entry.lossy_over:
+        server.check_client()
     server.stop()
 
 

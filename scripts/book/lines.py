@@ -127,16 +127,22 @@ class Naming:
 
     def explained(self, number):
         """Whether a comment stands above what the line belongs to or, for a value, at
-        the end of a line of it."""
-        around = self.around(number)
-        if not around:
-            return False
-        owner = around[-1]
-        above = self.source[max(owner.first - 1, 0):owner.first]
-        beside = self.source[owner.first:owner.last + 1] \
-            if owner.kind == "value" else []
-        return any(line.lstrip().startswith("//") for line in above) or \
-            any(" // " in line for line in beside)
+        the end of a line of it. The comment of a type is also for its fields, its
+        constructors and its destructor."""
+        for owner in reversed(self.around(number)):
+            if owner.name == "main":
+                return True  # the program's usage explains it
+            above = self.source[max(owner.first - 1, 0):owner.first]
+            beside = self.source[owner.first:owner.last + 1] \
+                if owner.kind == "value" else []
+            if any(line.lstrip().startswith("//") for line in above) or \
+                    any(" // " in line for line in beside):
+                return True
+            types = [d.name for d in self.around(number) if d.kind == "type"]
+            if owner.kind == "function" and \
+                    owner.name.lstrip("~") not in [*types, "operator"]:
+                return False
+        return False
 
     def word(self, number):
         """The name that the text or an excerpt has, or None."""

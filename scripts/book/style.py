@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""Copies figures.css into every figure of the chapters: shown as an image, a figure can
-load no other file.
+"""Gives every figure of the chapters its style. Shown as an image, a figure can load no
+other file, so figures.css is copied into each. And each of its elements gets the colours
+of its class as attributes, because not everything that shows a figure knows variables.
 
 Usage: scripts/book/style.py [--check]
-With --check, changes nothing, and fails if a copy is not the same."""
+With --check, changes nothing, and fails if a figure has not got this style."""
 
 import glob
 import os
@@ -15,8 +16,30 @@ with open(f"{ROOT}/scripts/book/figures.css", encoding="utf-8") as sheet:
     SHEET = sheet.read()
 FIRST, *_, LAST = SHEET.splitlines()
 COPY = re.compile(f"{re.escape(FIRST)}.*?{re.escape(LAST)}\n", re.S)
-# The light palette is the first rule, so a later colour must not replace it.
-PALETTE = dict(reversed(re.findall(r"--([\w-]+): (#\w{6})", SHEET)))
+# The colours by their names: as they are in a figure, and on a dark page.
+COLOURS = re.findall(r'/\* ([\w-]+) \*/ \[fill="(#\w{6})"\] \{ fill: (#\w{6}) \}', SHEET)
+PALETTE = {name: light for name, light, _ in COLOURS}
+DARK = {name: dark for name, _, dark in COLOURS}
+
+# What each class means: the colour of its lines and texts, and that of its boxes.
+ROLES = {
+    "call": ("text", "host"),          # requests, axes, what else acts
+    "host": ("line", "host"),          # a machine, a lifetime
+    "box": ("faint", "page"),          # a thing in a machine
+    "idle": ("line", "none"),          # takes no part, free, empty
+    "region": ("blue", "none"),        # registered memory
+    "data": ("blue", "pale-blue"),     # bytes, in flight
+    "reply": ("amber", "pale-amber"),  # an acknowledgement, a completion
+    "first": ("blue", "pale-blue"),    # of two that are compared
+    "second": ("amber", "pale-amber"),
+    "good": ("green", "pale-green"),
+    "wrong": ("red", "pale-red"),
+    "faint": ("faint", "host"),
+    "badge": ("page", "text"),         # a text on a disc
+}
+
+TAG = re.compile(r'<(\w+)((?:\s+[\w:-]+="[^"]*")+)')
+COLOUR = re.compile(r"(fill|stroke): (none|#\w{6}|var\(--([\w-]+)\))(?:; |;?$)")
 
 
 def figures():
@@ -30,15 +53,52 @@ def read(path):
         return figure.read()
 
 
+def colours(shape, classes):
+    """The attributes of a shape that has a class, and of a text."""
+    role = next(filter(ROLES.get, classes), "call")
+    ink, pale = (PALETTE.get(name, name) for name in ROLES[role])
+    if shape == "circle" and role == "idle":
+        return {"fill": PALETTE["page"], "stroke": PALETTE["faint"]}
+    return {"rect": {"fill": pale, "stroke": ink}, "path": {"fill": "none", "stroke": ink},
+            "circle": {"fill": ink}, "polygon": {"fill": ink}, "text": {"fill": ink}}[shape]
+
+
+def coloured(tag):
+    """An opening tag with its colours as attributes: those of its class or, in a chart,
+    those of its style."""
+    shape, attributes = tag.groups()
+    classes = re.search(r'\sclass="([^"]*)"', attributes)
+    own = re.search(r'\sstyle="([^"]*)"', attributes)
+    if own and COLOUR.search(own[1]):
+        found = {name: PALETTE.get(variable, value)
+                 for name, value, variable in COLOUR.findall(own[1])}
+        rest = COLOUR.sub("", own[1]).removesuffix("; ")
+        attributes = attributes.replace(own[0], f' style="{rest}"' if rest else "")
+    elif shape in ("rect", "path", "circle", "polygon", "text") and (
+            classes or shape == "text" and " fill=" not in attributes):
+        found = colours(shape, classes[1].split() if classes else [])
+    else:
+        return tag[0]
+    for name in found:
+        attributes = re.sub(rf'\s{name}="[^"]*"', "", attributes)
+    added = "".join(f' {name}="{value}"' for name, value in found.items())
+    # Behind the class, so that what they come from stands before them.
+    end = classes.end() if classes and attributes.startswith(classes[0]) else 0
+    return f"<{shape}{attributes[:end]}{added}{attributes[end:]}"
+
+
+def styled(figure):
+    """A figure in today's style. Rules of its own may follow the sheet."""
+    return TAG.sub(coloured, COPY.sub(lambda copy: SHEET, figure))
+
+
 def themed(chart):
-    """Gives a chart of matplotlib the sheet. Its colours become those of the palette,
-    so they follow the page, too."""
-    for name, colour in PALETTE.items():
-        chart = chart.replace(colour, f"var(--{name})")
+    """Gives a chart of matplotlib the style. Its colours are those of the palette, so
+    they follow the page, too."""
     # Leaves the font and the size in pixels to the sheet.
     chart = re.sub(r"font: [^;\"]*(; )?", "", chart)
     chart = re.sub(r'(width|height)="(\d+)pt"', r'\1="\2"', chart)
-    return chart.replace("<defs>", f"<style>\n{SHEET}</style>\n <defs>", 1)
+    return styled(chart.replace("<defs>", f"<style>\n{SHEET}</style>\n <defs>", 1))
 
 
 def main():
@@ -47,16 +107,15 @@ def main():
     failed = False
     for path in figures():
         svg = read(path)
-        if svg.count(SHEET) == 1:
+        good = styled(svg)
+        if svg == good and svg.count(SHEET) == 1:
             continue
-        if sys.argv[1:] or not COPY.search(svg):
+        if sys.argv[1:] or good.count(SHEET) != 1:
             print(f"{path}: its style is not that of figures.css", file=sys.stderr)
             failed = True
             continue
-        # Rules of the figure's own may follow the sheet.
-        svg = COPY.sub(lambda copy: SHEET, svg)
         with open(path, "w", encoding="utf-8") as figure:
-            figure.write(svg)
+            figure.write(good)
     sys.exit(failed)
 
 

@@ -191,8 +191,10 @@ def test_draw(tmp_path):
     assert root.tag.endswith("svg")
     # A colour or a font of matplotlib's own would not follow the page.
     chart = (tmp_path / "bench.svg").read_text()
-    assert chart.count(bench.style.SHEET) == 1
-    assert not re.search(r"#[0-9a-f]{6}|font:", chart.replace(bench.style.SHEET, ""))
+    assert chart.count(bench.style.SHEET) == 1 and bench.style.styled(chart) == chart
+    own = chart.replace(bench.style.SHEET, "")
+    assert set(re.findall(r"#[0-9a-f]{6}", own)) <= set(bench.style.PALETTE.values())
+    assert not re.search(r"(fill|stroke|font): ", own)
 
 
 def read_what_is_there(file):

@@ -18,13 +18,41 @@ FIGURES = [os.path.basename(path) for path in style.figures()]
 BY_HAND = [name for name in FIGURES if not name.endswith("_bench.svg")]
 
 
+def check_style(figure):
+    """A figure has the style of all, letter for letter, and no colour beside it. All it
+    draws has its colours as attributes, so it has them also where neither variables nor
+    style sheets are known."""
+    assert figure.count(style.SHEET) == 1 and style.styled(figure) == figure
+    own = figure.replace(style.SHEET, "")
+    assert set(re.findall(r"#[0-9a-fA-F]{6}\b", own)) <= set(style.PALETTE.values())
+    assert not re.search(r"var\(|(fill|stroke): ", own)
+    root = xml.etree.ElementTree.fromstring(figure)
+    for clip in root.iter(f"{SVG}clipPath"):
+        clip.clear()
+    for shape in ["rect", "path", "circle", "polygon", "text"]:
+        for element in root.iter(f"{SVG}{shape}"):
+            assert {"fill", "stroke"} & set(element.keys()), element.attrib
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_style(name):
-    """A figure has the style of all, letter for letter, and no colour beside it."""
-    text = style.read(f"{ROOT}/chapters/{name}")
-    xml.etree.ElementTree.fromstring(text)
-    assert text.count(style.SHEET) == 1
-    assert not re.search(r"#[0-9a-fA-F]{6}\b", text.replace(style.SHEET, ""))
+    check_style(style.read(f"{ROOT}/chapters/{name}"))
+
+
+def test_chart():
+    """What matplotlib writes gets the style. So does a chart of the days when the colours
+    were variables."""
+    lines = ('<svg xmlns="http://www.w3.org/2000/svg" height="560pt" width="740pt">\n'
+             ' <defs>\n  <style>*{stroke-linejoin: round}</style>\n </defs>\n'
+             ' <path d="M 0 0 \nL 1 1" style="fill: none; stroke: %s; stroke-width: 2"/>\n'
+             ' <text style="font: 16px sans; text-anchor: end; fill: %s" x="1">a</text>\n'
+             '</svg>\n')
+    chart = style.themed(lines % (style.PALETTE["blue"], style.PALETTE["text"]))
+    check_style(chart)
+    assert (' <path fill="none" stroke="#0969da" d="M 0 0 \nL 1 1" '
+            'style="stroke-width: 2"/>\n') in chart
+    assert ' <text fill="#1f2328" style="text-anchor: end" x="1">a</text>\n' in chart
+    assert chart == style.themed(lines % ("var(--blue)", "var(--text)"))
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -41,7 +69,7 @@ def test_by_hand(name):
         assert 0 < float(text.get("y")) < height, text.text
     for element in root.iter():
         for role in element.get("class", "").split():
-            assert f".{role} " in style.SHEET or f".{role}," in style.SHEET, role
+            assert role in style.ROLES or f"\n.{role} " in style.SHEET, role
 
 
 def luminance(colour):
@@ -58,9 +86,7 @@ def contrast(one, other):
 
 def test_contrast():
     """Texts can be read on GitHub's pages, light and dark, and in boxes (WCAG AA)."""
-    colours = re.findall(r"--([\w-]+): (#\w{6})", style.SHEET)
-    half = len(colours) // 2
-    for palette in dict(colours[:half]), dict(colours[half:]):
+    for palette in style.PALETTE, style.DARK:
         for ink in ["text", "faint", "blue", "amber", "green", "red"]:
             for ground in ["page", "host"]:
                 assert contrast(palette[ink], palette[ground]) >= 4.5, (ink, ground)
@@ -70,8 +96,8 @@ def test_contrast():
 
 
 def test_tool(tmp_path):
-    """style.py mends a copy that differs, keeps a figure's own rules, and with --check
-    only complains."""
+    """style.py mends a copy and colours that differ, keeps a figure's own rules, and with
+    --check only complains."""
     (tmp_path / "scripts").mkdir()
     shutil.copytree(f"{ROOT}/scripts/book", tmp_path / "scripts" / "book")
     (tmp_path / "chapters").mkdir()
@@ -83,11 +109,13 @@ def test_tool(tmp_path):
     def run_tool(*options):
         return subprocess.run([*tool, *options], check=False, capture_output=True)
 
-    bad = good.replace("--text: #1f2328", "--text: #000000")
-    assert bad != good
-    figure.write_text(bad)
-    assert run_tool("--check").returncode == 1 and figure.read_text() == bad
-    assert run_tool().returncode == 0 and figure.read_text() == good
-    assert run_tool("--check").returncode == 0
+    for old, new in [('[fill="#1f2328"]', '[fill="#000000"]'),
+                     (' fill="#1f2328" x=', ' x='), (' stroke="#1f2328"', "")]:
+        bad = good.replace(old, new)
+        assert bad != good
+        figure.write_text(bad)
+        assert run_tool("--check").returncode == 1 and figure.read_text() == bad
+        assert run_tool().returncode == 0 and figure.read_text() == good
+        assert run_tool("--check").returncode == 0
     figure.write_text("<svg/>")
     assert BY_HAND[0].encode() in run_tool().stderr

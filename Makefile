@@ -239,8 +239,11 @@ test-book: book
 	@scripts/install-deps.sh browser
 	@scripts/book/test.sh $(ARGS)
 
-# Draws the figures of the chapters as GitHub does.
+# Draws the chapters' SVG figures "Who owns it now?" again, gives all SVG figures their
+# style, and draws the Mermaid figures as GitHub does.
 figures:
+	@scripts/book/owner.py
+	@scripts/book/style.py
 	@scripts/book/figures.sh $(ARGS)
 
 clean:

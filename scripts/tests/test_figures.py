@@ -9,8 +9,9 @@ import xml.etree.ElementTree
 
 import pytest
 
+import owner
 import style
-from repository import ROOT
+from repository import ROOT, number, programs
 
 SVG = "{http://www.w3.org/2000/svg}"
 FIGURES = [os.path.basename(path) for path in style.figures()]
@@ -63,13 +64,87 @@ def test_by_hand(name):
     assert root.find(f"{SVG}title").text and root.find(f"{SVG}desc").text
     _, _, width, height = map(float, root.get("viewBox").split())
     assert (root.get("width"), root.get("height")) == (f"{width:g}", f"{height:g}")
-    assert width == 740  # so that a text has the same size in all figures
-    for text in root.iter(f"{SVG}text"):
-        assert 0 < float(text.get("x")) < width, text.text
-        assert 0 < float(text.get("y")) < height, text.text
+    # As it is, so that a text has the same size in all figures.
+    assert width == (owner.WIDTH if name.endswith("_owner.svg") else 740)
     for element in root.iter():
         for role in element.get("class", "").split():
             assert role in style.ROLES or f"\n.{role} " in style.SHEET, role
+
+
+# Thousandths of the font's size, of Helvetica; 556 for any other letter.
+WIDTHS = {letter: width for width, letters in {
+    191: "'", 222: "ijl", 278: " !,./:;I[]ft", 333: "()-r", 500: "ckszvxyJ", 611: "FTZ",
+    667: "ABEKPSVXY&", 722: "CDHNRUw", 778: "GOQ", 833: "mM", 944: "W"}.items()
+    for letter in letters}
+
+
+def places_of_texts(root):
+    """Each text of a figure, with its left, upper, right and lower edge."""
+    for element in root.iter(f"{SVG}text"):
+        classes = element.get("class", "").split()
+        size = 14 if {"small", "badge"} & set(classes) else 16
+        words = "".join(element.itertext())
+        width = size * sum(WIDTHS.get(letter, 556) for letter in words) / 1000
+        if element.text and {"bold", "badge"} & set(classes):
+            width *= 1.1
+        x, y = float(element.get("x")), float(element.get("y"))
+        if {"middle", "badge"} & set(classes):
+            x -= width / 2
+        elif "end" in classes:
+            x -= width
+        yield words, x, y - 0.75 * size, x + width, y + 0.2 * size
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_texts(name):
+    """No text leaves the figure, and none covers another one."""
+    root = xml.etree.ElementTree.parse(f"{ROOT}/chapters/{name}").getroot()
+    texts = list(places_of_texts(root))
+    for words, left, upper, right, lower in texts:
+        assert 0 < left and right < float(root.get("width")), words
+        assert 0 < upper and lower < float(root.get("height")), words
+    for at, (words, left, upper, right, lower) in enumerate(texts):
+        for other, *edges in texts[:at]:
+            assert (right < edges[0] or edges[2] < left or lower < edges[1]
+                    or edges[3] < upper), (words, other)
+
+
+def test_owners():
+    """Each chapter with a program has the figure that scripts/book/owner.py draws."""
+    assert sorted(owner.FIGURES) == [number(program) for program in programs()]
+    for chapter, figure in owner.FIGURES.items():
+        assert style.read(owner.path_of(chapter)) == owner.draw(figure), chapter
+
+
+@pytest.mark.parametrize("chapter", owner.FIGURES)
+def test_owner(chapter):
+    """The words of a piece fit into it, and no arrow crosses a word. A lane's owner
+    changes only at an event."""
+    figure = owner.FIGURES[chapter]
+    root = xml.etree.ElementTree.fromstring(owner.draw(figure))
+    texts = list(places_of_texts(root))
+    for box in root.iter(f"{SVG}rect"):
+        left, top, width, height = (
+            float(box.get(edge)) for edge in ["x", "y", "width", "height"])
+        for words, *edges in texts:
+            if left < (edges[0] + edges[2]) / 2 < left + width and (
+                    top < edges[1] and edges[3] < top + height):
+                assert left + 2 < edges[0] and edges[2] < left + width - 2, words
+    for arrow in root.iter(f"{SVG}path"):
+        ends = re.fullmatch(r"M([\d.]+),([\d.]+)L([\d.]+),([\d.]+)", arrow.get("d"))
+        if not ends:
+            continue
+        x1, y1, x2, y2 = map(float, ends.groups())
+        for step in range(101):
+            x, y = x1 + (x2 - x1) * step / 100, y1 + (y2 - y1) * step / 100
+            for words, left, upper, right, lower in texts:
+                assert not (left - 3 < x < right + 3 and upper < y < lower), words
+    # What happens to both memories at once is written beside one of them.
+    happens = {at for lane in (figure.mine, figure.theirs) for at, *_ in lane.events}
+    for lane in figure.mine, figure.theirs:
+        pieces = [(start, kind) for start, kind, _ in lane.pieces]
+        for (_, before), (start, after) in zip(pieces, pieces[1:]):
+            assert before == after or any(abs(start - at) <= 20 for at in happens)
 
 
 def luminance(colour):

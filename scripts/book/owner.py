@@ -1,0 +1,296 @@
+#!/usr/bin/env python3
+"""Draws the figure "Who owns it now?" of each chapter with a program, chapters/N_owner.svg.
+All have the same two lanes, mine above and theirs below. A lane's colour says who may
+touch that memory, and four events change it: post, completion, notification, answer.
+
+Usage: scripts/book/owner.py [--check]
+With --check, changes nothing, and fails if a figure is not what this would draw."""
+
+import os
+import sys
+import textwrap
+import typing
+
+import style
+
+# Narrower than the other figures, and with no small texts, so that a telephone, on which
+# it is made to fit, still shows it large enough to be read.
+WIDTH = 520
+LEFT, RIGHT = 12, WIDTH - 12
+LANE, GAP, ROW = 40, 86, 20  # a lane's height, the space between two, a line of text
+
+# An owner's class, and its words in the legend.
+OWNERS = {"mine": ("good", "mine"), "flight": ("data", "in flight: hands off"),
+          "theirs": ("second", "theirs"), "gone": ("idle", "")}
+
+
+class Lane(typing.NamedTuple):
+    of: str       # whose memory it is, and what for
+    pieces: list  # (from, owner, words): who has it, from then until the next piece
+    # (when, lines of text, class, how many lines away): bold is what changes the owner
+    events: list
+
+    def rows(self):
+        """How many lines of text its events need."""
+        return max(len(lines) + sum(further) for _, lines, _, *further in self.events)
+
+
+class Figure(typing.NamedTuple):
+    title: str
+    desc: str
+    mine: Lane
+    theirs: Lane
+    arrows: list  # (class, from, to): down, or up for a reply, and for "CLASS up"
+    notes: list   # (when, line, words, class): between the lanes
+
+
+FIGURES = {
+    4: Figure(
+        "Who owns it now? A SEND and a RECV",
+        """Time runs from left to right, in two lanes. The client's buffer of a SEND is the
+        client's until it posts the SEND, in flight until the SEND's completion, and then the
+        client's again. The server's buffer of a RECV is the server's until it posts the
+        RECV, in flight until the RECV's completion, then the server's, until it posts the
+        RECV again. The message leaves the first buffer and arrives in the second while both
+        are in flight, and a confirmation travels back.""",
+        Lane("the client's, for a SEND",
+             [(12, "mine", "mine"), (112, "flight", "in flight"), (412, "mine", "mine")],
+             [(112, ["post"], "bold"), (412, ["completion"], "bold")]),
+        Lane("the server's, for a RECV",
+             [(12, "theirs", "theirs"), (72, "flight", "in flight"),
+              (292, "theirs", "theirs"), (396, "flight", "in flight")],
+             [(72, ["post"], "bold"), (292, ["completion"], "bold"),
+              (396, ["post again"], "bold")]),
+        [("data", 122, 286), ("reply", 298, 406)],
+        [(178, 1, "the message", "end"), (376, 1, "delivered", "")]),
+    5: Figure(
+        "Who owns it now? A SEND to a client that dies",
+        """Time runs from left to right, in two lanes. The server's buffer of a SEND is the
+        server's until it posts the SEND, and then in flight. The client has posted a RECV
+        long ago, but it is killed before the message arrives, and its memory is gone. No
+        completion comes. After 10 seconds of silence the server closes the endpoint of this
+        client's session. Only when fi_close has returned is the buffer the server's
+        again.""",
+        Lane("the server's, for a SEND",
+             [(12, "mine", "mine"), (92, "flight", "in flight, and no completion comes"),
+              (432, "mine", "mine")],
+             [(92, ["post"], "bold"), (272, ["10 s of silence,", "then fi_close"], ""),
+              (432, ["fi_close", "has returned"], "bold")]),
+        Lane("the client's, for a RECV",
+             [(12, "flight", "in flight"), (132, "gone", "there is no client any more")],
+             [(132, ["kill -9"], "bold")]),
+        [("wrong", 102, 196)],
+        [(174, 1, "nobody takes it", "wrong")]),
+    6: Figure(
+        "Who owns it now? WRITEs, and the notification",
+        """Time runs from left to right, in two lanes. The server's pages are the server's
+        until it posts the first seven of eight WRITEs, then in flight. When these seven have
+        completed, and not before, it posts the last one, which carries the number. With the
+        completion of the last one, all pages are the server's again. The client's memory is
+        the client's until its request lends it to the server, and in flight while there are
+        WRITEs. It is the client's again with the notification, the completion of the last
+        WRITE at the client, and not with any completion at the server.""",
+        Lane("the server's pages",
+             [(12, "mine", "mine"), (106, "flight", "7 WRITEs in flight"),
+              (256, "flight", "the last one"), (432, "mine", "mine")],
+             [(106, ["post 7"], "bold"), (256, ["7 completions,", "post the last"], "bold"),
+              (432, ["completion"], "bold")]),
+        Lane("the client's pages",
+             [(12, "theirs", "theirs"), (62, "mine", "lent"), (106, "flight", "in flight"),
+              (384, "theirs", "theirs")],
+             [(62, ["request"], "bold"), (384, ["notification"], "bold")]),
+        [("data", 116, 172), ("reply", 182, 250), ("data", 266, 378), ("reply", 390, 426)],
+        [(142, 2, "7 pages", "end"), (208, 0, "in place", "end"),
+         (306, 1, "page and", "end"), (306, 2, "number", "end")]),
+    7: Figure(
+        "Who owns it now? A page that waits in pending_ops",
+        """Time runs from left to right, in two lanes. The server's page is the server's until
+        it posts the WRITE. libfabric has no room, so the operation waits in the queue
+        pending_ops, and the page is not the server's any more, although libfabric has not
+        seen it yet. When there is room, libfabric takes the operation. The page is the
+        server's again with the completion. The client's page has been lent to the server. It
+        is in flight from the moment when libfabric takes the WRITE until it has completed, and
+        the client's again with the notification, when the last WRITE of all has arrived.""",
+        Lane("a page of the server's",
+             [(12, "mine", "mine"), (72, "flight", "waits in pending_ops"),
+              (248, "flight", "in flight"), (382, "mine", "mine")],
+             [(72, ["post"], "bold"), (248, ["libfabric", "takes it"], ""),
+              (382, ["completion"], "bold")]),
+        Lane("a page of the client's",
+             [(12, "mine", "lent to me"), (248, "flight", "in flight"),
+              (362, "mine", "lent to me"), (456, "theirs", "theirs")],
+             [(456, ["notification"], "bold")]),
+        [("data", 258, 354), ("reply", 364, 376)],
+        [(82, 0, "no room yet: libfabric", ""), (82, 1, "has not seen it", ""),
+         (290, 2, "the page", "end")]),
+    8: Figure(
+        "Who owns it now? A block that the client has borrowed",
+        """Time runs from left to right, in two lanes. A block of the server's pool is the
+        server's until it answers the client's MALLOC: now the block is lent to the client.
+        The client's own place is the client's until it posts a WRITE. From then on both are in
+        flight until the WRITE's completion, then both are the client's again. The same
+        happens with a READ, which brings the bytes back. When the client posts its FREE, the
+        block is not the client's any more. A READ or WRITE after that, drawn in red, still
+        succeeds, in a block that may be another client's by now.""",
+        Lane("a place in the client's pool",
+             [(12, "mine", "mine"), (108, "flight", "WRITE"), (188, "mine", "mine"),
+              (236, "flight", "READ"), (312, "mine", "mine")],
+             [(108, ["post"], "bold"), (188, ["completion"], "bold", 1),
+              (236, ["post"], "bold"), (312, ["completion"], "bold", 1)]),
+        Lane("a block of the server's pool",
+             [(12, "theirs", "theirs"), (64, "mine", "lent"), (108, "flight", "WRITE"),
+              (178, "mine", "lent"), (236, "flight", "READ"), (302, "mine", "lent"),
+              (356, "theirs", "another client's?")],
+             [(64, ["answer", "to MALLOC"], "bold"), (356, ["post", "of FREE"], "bold")]),
+        [("data", 116, 170), ("reply", 178, 186), ("data up", 248, 306),
+         ("wrong", 384, 414)],
+        [(412, 0, "use after", "wrong"), (412, 1, "FREE", "wrong")]),
+    9: Figure(
+        "Who owns it now? A slot on either side",
+        """Time runs from left to right, in two lanes. A slot of the sender's is the sender's
+        while a thread reads chunk 0 into it, in flight from the post of the WRITE until its
+        completion, and then the sender's again: a thread reads its next chunk, 8. The slot
+        of the receiver's into which it goes was lent to the sender. It is in flight until
+        the notification, then the receiver's, which saves the chunk. Only its answer, a
+        credit, lends that slot to the sender again. With both, the chunk and the credit, the
+        sender posts the next WRITE.""",
+        Lane("a slot of the sender's",
+             [(12, "mine", "reads chunk 0"), (128, "flight", "in flight"),
+              (238, "mine", "reads chunk 8"), (424, "flight", "in flight")],
+             [(128, ["post"], "bold"), (238, ["completion"], "bold"),
+              (424, ["post"], "bold")]),
+        Lane("a slot of the receiver's",
+             [(12, "mine", "lent to me"), (128, "flight", "in flight"),
+              (218, "theirs", "saves chunk 0"), (374, "mine", "lent"),
+              (424, "flight", "in flight")],
+             [(218, ["notification"], "bold"), (374, ["answer"], "bold")]),
+        [("data", 138, 210), ("reply", 218, 234), ("call up", 346, 372),
+         ("data", 434, 500)],
+        [(158, 2, "chunk 0", "end"), (342, 1, "a credit", "end"),
+         (458, 2, "chunk 8", "end")]),
+    10: Figure(
+        "Who owns it now? A ledger, and the swap that makes it everybody's",
+        """Time runs from left to right, in two lanes. A client changes a ledger in its own
+        registered memory, which is its own until it posts the WRITE, and again with the
+        completion. The WRITE goes aside, into a ledger of the server's table that is scratch
+        paper and that only this client writes. It stays this client's when it has been
+        written. Then the client posts a swap of the word that names the valid ledger. The swap
+        makes the ledger everybody's: all clients may READ it, and none may change it. The
+        completion of the swap says whether the word was what the client expected. If not, the
+        ledger is still scratch paper.""",
+        Lane("the client's own copy",
+             [(12, "mine", "mine"), (72, "flight", "WRITE"), (172, "mine", "mine"),
+              (226, "flight", "swap"), (372, "mine", "mine")],
+             [(72, ["post"], "bold"), (172, ["completion"], "bold", 1),
+              (226, ["post"], "bold"), (372, ["completion"], "bold", 1)]),
+        Lane("a ledger in the server's table",
+             [(12, "mine", "mine"), (72, "flight", "WRITE"), (162, "mine", "scratch: mine"),
+              (298, "theirs", "everybody's, to READ")],
+             [(298, ["the swap"], "bold")]),
+        [("data", 80, 154), ("reply", 162, 170), ("call", 234, 292), ("reply", 302, 366)],
+        [(352, 1, "as expected", "")]),
+}
+
+
+def box(x, y, width, height, owner):
+    kind, _ = OWNERS[owner]
+    return f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="{height}"/>'
+
+
+def text(x, y, words, kind=""):
+    kind = f' class="{kind}"' if kind else ""
+    return f'<text{kind} x="{x:g}" y="{y}">{words}</text>'
+
+
+def draw_lane(lane, whose, y, above):
+    """What it is, who has it when, and the events on its outer side."""
+    title = y - 24 - ROW * lane.rows() if above else y + LANE + 38 + ROW * lane.rows()
+    yield text(LEFT, title, f'{whose} <tspan font-weight="normal">{lane.of}</tspan>', "bold")
+    ends = [start for start, _, _ in lane.pieces[1:]] + [RIGHT]
+    for (start, owner, words), end in zip(lane.pieces, ends):
+        yield box(start, y, end - start, LANE, owner)
+        yield text((start + end) / 2, y + 26, words, "middle")
+    for at, words, kind, *further in lane.events:
+        far = 10 + ROW * sum(further)
+        edge, tip = (y, y - far) if above else (y + LANE, y + LANE + far)
+        yield f'<path class="faint" d="M{at},{edge}V{tip}"/>'
+        for number, line in enumerate(reversed(words) if above else words):
+            line_at = tip - 6 - ROW * number if above else tip + 16 + ROW * number
+            yield text(at, line_at, line, f"{kind} middle".strip())
+
+
+def draw_arrow(kind, start, end, top):
+    kind, *up = kind.split()
+    edges = top + 1, top + GAP - 2
+    if up or kind == "reply":
+        edges = top + GAP - 1, top + 2
+    return f'<path class="{kind}" d="M{start},{edges[0]}L{end},{edges[1]}"/>'
+
+
+def marker(kind):
+    return f"""\
+    <marker id="{kind}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="10" markerHeight="10"
+            orient="auto" markerUnits="userSpaceOnUse">
+      <polygon class="{kind}" points="0,0 8,4 0,8"/>
+    </marker>
+"""
+
+
+def draw(figure):
+    """Returns the figure as it should be in its file."""
+    lines = []
+    x = LEFT
+    for owner, width in ("mine", 90), ("flight", 200), ("theirs", 0):
+        lines += [box(x, 10, 20, 20, owner), text(x + 28, 26, OWNERS[owner][1])]
+        x += width
+    mine = 84 + ROW * figure.mine.rows()  # the upper edges of the lanes
+    theirs = mine + LANE + GAP
+    time = theirs + LANE + 70 + ROW * figure.theirs.rows()
+    lines += draw_lane(figure.mine, "my buffer:", mine, above=True)
+    lines += draw_lane(figure.theirs, "their memory:", theirs, above=False)
+    lines += [draw_arrow(*arrow, mine + LANE) for arrow in figure.arrows]
+    lines += [text(at, mine + LANE + 26 + ROW * row, words, kind)
+              for at, row, words, kind in figure.notes]
+    lines += [text(LEFT, time, "time", "faint"),
+              f'<path class="call" d="M{LEFT + 40},{time - 5}H{RIGHT}"/>']
+    kinds = sorted({"call", *(kind.split()[0] for kind, _, _ in figure.arrows)})
+    desc = textwrap.fill(" ".join(figure.desc.split()), 90, subsequent_indent="    ")
+    drawing = "\n".join(f"  {line}" for line in lines)
+    return style.styled(f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {time + 8}" width="{WIDTH}"
+     height="{time + 8}" role="img" aria-labelledby="title desc">
+  <title id="title">{figure.title}</title>
+  <desc id="desc">{desc}</desc>
+  <style>
+{style.SHEET}  </style>
+  <defs>
+{"".join(map(marker, kinds))}  </defs>
+
+{drawing}
+</svg>
+""")
+
+
+def path_of(number):
+    return f"{style.ROOT}/chapters/{number}_owner.svg"
+
+
+def main():
+    if sys.argv[1:] not in ([], ["--check"]):
+        sys.exit(__doc__)
+    failed = False
+    for number, figure in FIGURES.items():
+        path, drawn = path_of(number), draw(figure)
+        if os.path.exists(path) and style.read(path) == drawn:
+            continue
+        if sys.argv[1:]:
+            print(f"{path}: not what owner.py draws", file=sys.stderr)
+            failed = True
+            continue
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(drawn)
+    sys.exit(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,8 @@ sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
 
 
 # For tests in which a client goes while a message to it is on its way that is too long
-# for tcp;ofi_rxm to copy. Then that layer keeps something of it: see chapter 5, which
-# is the only one whose server sends such messages.
+# for tcp;ofi_rxm to copy. Then that layer keeps something of it: see "close" in the
+# appendix of providers. Only the server of chapter 5 sends such messages.
 ends_in_a_rendezvous = pytest.mark.may_warn(
     "fi_close: Device or resource busy", "tcp;ofi_rxm", "5_reverse")
 

@@ -1,13 +1,16 @@
 """The programs that are broken on purpose (make break-4 and so on): each still goes
-wrong as its chapter says, with the commands that its patch names."""
+wrong as its chapter says, with the commands that its patch names. And what else goes
+wrong when the reader types it."""
 
 import filecmp
 import os
 import re
+import shutil
 import subprocess
 
 import pytest
 
+from chapters import Page, read
 from harness import BUILD, PROVIDERS, Server, provider_in, write_source
 from marks import ends_in_a_rendezvous
 from repository import ROOT, make, number
@@ -50,6 +53,40 @@ def test_4_hello(run, broken):
                                        count=count)[1] == "#" * 13:
                 break
         assert "Received 13 bytes: " + "#" * 13 in server.process.output
+
+
+def test_4_hello_knows_no_sender(run, tmp_path):
+    """What chapter 5 has the reader put into the program of chapter 4."""
+    page = Page(ROOT, "chapters/5_reverse.md")
+    new, printed, *_ = ["\n".join(block.lines) for block in page.blocks
+                    if block.info == "text"]
+    source = read(f"{ROOT}/src/4_hello.cpp")
+    old = re.search(r'^ *printf\("Received [^;]*;', source, re.M)[0]
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "4_hello.cpp").write_text(source.replace(old, new))
+    shutil.copy(f"{ROOT}/Makefile", tmp_path)
+    make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0", "build/4_hello")
+    server = Server(run, f"{tmp_path}/build", "4_hello")
+    server.check_client()
+    server.process.wait_for(f"^{re.escape(printed)}$")
+    server.stop()
+
+
+@ends_in_a_rendezvous
+def test_5_reverse_killed(run):
+    """A client that is killed while it stands still: the server notices the silence,
+    and goes on."""
+    server = Server(run, BUILD, "5_reverse")
+    still = subprocess.Popen(
+        ["timeout", "-s", "KILL", "2", server.path, server.address, "x" * 65528],
+        stdout=subprocess.PIPE)
+    server.process.wait_for(r"^\[1\] Received CONNECT")
+    server.check_client()
+    still.wait()
+    still.communicate()
+    server.process.wait_for(r"^\[1\] error: ", 30)
+    server.check_client()
+    server.stop()
 
 
 @ends_in_a_rendezvous

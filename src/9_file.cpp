@@ -1013,6 +1013,7 @@ struct AppEndMessage {
   uint64_t checksum;
 };
 
+// ERROR: why one of the two gives up.
 struct AppErrorMessage {
   AppMessageBase base;
   char text[252];  // ends with a zero byte
@@ -1076,8 +1077,10 @@ struct SourceFile {
     if (fd >= 0) close(fd);
   }
 
+  // Returns how long the file was when it was opened, in bytes.
   uint64_t Size() const { return static_cast<uint64_t>(status.st_size); }
 
+  // Reads all of a piece, however little the kernel gives at a time.
   void Read(uint8_t* data, size_t size, uint64_t offset) const {
     while (size > 0) {
       ssize_t ret = pread(fd, data, size, static_cast<off_t>(offset));
@@ -1145,6 +1148,7 @@ struct TargetFile {
     path = part;
   }
 
+  // Writes all of a piece, however little the kernel takes at a time.
   void Write(const uint8_t* data, size_t size, uint64_t offset) const {
     while (size > 0) {
       ssize_t ret = pwrite(fd, data, size, static_cast<off_t>(offset));
@@ -1191,6 +1195,7 @@ bool Ended(const Task& task) {
   return task.valid() && task.wait_for(0s) == std::future_status::ready;
 }
 
+// Returns whether a thread is still at work.
 bool Running(const Task& task) { return task.valid() && !Ended(task); }
 
 // Makes the disk of the receiver slow, to show what credits do, and for tests.
@@ -1247,6 +1252,7 @@ void SendNumbers(Session& session, AppMessageType type,
   numbers.clear();
 }
 
+// Returns the time that has passed.
 double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -1366,11 +1372,13 @@ struct ServedClient {
     }
   }
 
+  // Ends the work for the client, which has still to leave.
   void GiveUp(const std::string& reason) {
     PrintLine(stderr, number, "error: " + reason);
     state = State::kGivenUp;
   }
 
+  // Does what a message asks for, in the state that we are in.
   void HandleMessage(const Message& message) {
     AppMessageType type = TypeOf(message);
     if (type == AppMessageType::kError) return HandleError(message);
@@ -1506,6 +1514,7 @@ void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
   line.TellAll(listener.endpoint);
 }
 
+// Runs the server, which saves files in a directory.
 int ServerMain(const char* program, const std::string& directory) {
   Domain domain(GetInfo());
   Session listener(domain);
@@ -1589,6 +1598,7 @@ struct ProgressBar {
 
   ~ProgressBar() { EndLine(); }
 
+  // Prints how far it is, if the last line was long ago.
   void Print(uint64_t bytes, uint64_t all_bytes, double seconds) {
     Clock::time_point now = Clock::now();
     if (now - printed_at < period) return;
@@ -1612,6 +1622,7 @@ struct ProgressBar {
     line_open = terminal;
   }
 
+  // Ends the line of the bar, so that others may print.
   void EndLine() {
     if (line_open) printf("\n");
     line_open = false;
@@ -1688,6 +1699,7 @@ struct PutClient {
     return saved;
   }
 
+  // Returns whether other threads still read our file.
   bool DiskBusy() const {
     return std::any_of(slots.begin(), slots.end(),
                        [](const Slot& slot) { return Running(slot.read); });
@@ -1705,6 +1717,7 @@ struct PutClient {
     }
   }
 
+  // Takes the server's messages.
   void HandleMessages() {
     while (std::optional<Message> message = session.Take()) {
       switch (TypeOf(*message)) {
@@ -1788,6 +1801,7 @@ struct PutClient {
     });
   }
 
+  // Called when a chunk is in place: begins to read this slot's next one.
   void HandleWriteCompletion(size_t i, size_t len) {
     Slot& slot = slots[i];
     written_bytes += len;
@@ -1807,6 +1821,7 @@ struct PutClient {
     }
   }
 
+  // Sends the END, once the whole file has been read.
   void ContinueEnd() {
     if (slots.empty() || end_sent || read_chunks < num_chunks) return;
     file.CheckUnchanged();
@@ -1815,7 +1830,8 @@ struct PutClient {
   }
 };
 
-int ClientMain(const Address& server_addr, const std::string& path,
+// Sends a file. Throws if the server has not saved it.
+int ClientMain(int ClientMain(const Address& server_addr, const std::string& path,
                size_t num_slots) {
   Domain domain(GetInfo());
   PutClient client(domain, path);

@@ -185,7 +185,8 @@ def test_draw(tmp_path):
     results = bench.Results()
     for program, provider in PROGRAMS:
         for size in SIZES:
-            results.add(program, provider, size, 1e6)
+            for rate in 1e6, 2e6:
+                results.add(program, provider, size, rate)
     bench.draw(results, ["shm", "tcp"], SIZES, tmp_path / "bench.svg")
     root = xml.etree.ElementTree.parse(tmp_path / "bench.svg").getroot()
     assert root.tag.endswith("svg")

@@ -233,7 +233,7 @@ std::string ProviderSetting() {
 using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
-// first. FI_PROVIDER narrows the choice, and so does `same`, to one interface.
+// first. FI_PROVIDER narrows the choice, and `same`, at least to its provider.
 Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();

@@ -1831,7 +1831,7 @@ struct PutClient {
 };
 
 // Sends a file. Throws if the server has not saved it.
-int ClientMain(int ClientMain(const Address& server_addr, const std::string& path,
+int ClientMain(const Address& server_addr, const std::string& path,
                size_t num_slots) {
   Domain domain(GetInfo());
   PutClient client(domain, path);

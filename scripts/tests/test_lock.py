@@ -305,14 +305,16 @@ def test_clients_find(run, serve):
     server = serve("10_lock", "shm")
     vandal = Vandal(run, server)
     vandal.write(TICKETS, LOG_SIZE)
-    client = server.start_client("1")
-    assert client.wait() == 1
+    with vandal.saying(alive()):
+        client = server.start_client("1")
+        assert client.wait() == 1
     assert client.output.endswith(
         "error: the log is full; the server empties it when all clients have gone\n")
     vandal.write(TICKETS, 0)
     vandal.write(TURN, 16)
-    client = server.start_client("1")
-    assert client.wait() == 1
+    with vandal.saying(alive()):
+        client = server.start_client("1")
+        assert client.wait() == 1
     assert client.output.endswith("error: bad message: no such ledger\n")
     # A word whose turn is beyond ours is no turn of ours, and never will be.
     vandal.leave()

@@ -13,6 +13,7 @@
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
 #   JOBS            for `make mutants`: how many at a time (JOBS=2)
 #   SERVE, PORT     for `make book`: SERVE=1 serves it on localhost, on port 8000
+#   FIGURES         for `make book`: FIGURES=no draws none, and installs no browser
 #   FILE_SIZE, SLOTS
 #                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
 
@@ -230,9 +231,9 @@ lint:
 	clang-format --dry-run -Werror $(PROGRAMS:%=src/%.cpp) scripts/*/*.cpp
 
 # The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
+# It says what it installs before it does.
 book:
-	@scripts/install-deps.sh build book
-	@SERVE='$(SERVE)' PORT='$(PORT)' scripts/book/book.sh
+	@FIGURES='$(FIGURES)' SERVE='$(SERVE)' PORT='$(PORT)' scripts/book/book.sh
 
 # Looks at the pages in a browser: ARGS="-k phone".
 test-book: book

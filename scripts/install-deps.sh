@@ -1,11 +1,17 @@
 #!/bin/bash
 # Installs what is missing and nothing else. Says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise, test,
-# rdma, machine, bench, lint, figures, book, browser
+# Usage: scripts/install-deps.sh [--list] [GROUP...]: build (the default), exercise,
+# test, rdma, machine, bench, lint, figures, book, browser
+# With --list, prints the packages that are missing, and installs none.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
+list=
+if [ "${1:-}" = --list ]; then
+  list=yes
+  shift
+fi
 [ $# -gt 0 ] || set -- build
 
 # The missing packages, by their names in Debian and Ubuntu, and in Fedora and
@@ -99,14 +105,18 @@ for group in "$@"; do
       need npm nodejs-npm command -v npm
       ;;
     *)
-      echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench] [lint]" \
-        "[figures] [book] [browser]" >&2
+      echo "usage: $0 [--list] [build] [exercise] [test] [rdma] [machine] [bench]" \
+        "[lint] [figures] [book] [browser]" >&2
       exit 2
       ;;
   esac
 done
 
 [ ${#apt[@]} -gt 0 ] || exit 0
+if [ -n "$list" ]; then
+  if command -v apt-get >/dev/null; then echo "${apt[*]}"; else echo "${dnf[*]}"; fi
+  exit
+fi
 
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then

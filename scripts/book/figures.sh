@@ -3,11 +3,13 @@
 # build/figures/CHAPTER-1.png and so on. Fails if Mermaid reports an error, and names
 # its chapter and line.
 #
-# Usage: scripts/book/figures.sh [--keep DIR | --book] [CHAPTER...]     (chapters/*.md)
+# Usage: scripts/book/figures.sh [--keep DIR | --book | --list] [CHAPTER...]
+# CHAPTER is each of chapters/*.md, if none is named.
 #   --keep DIR  also copies the figures to DIR
 #   --book      draws them for `make book` instead: as build/figures/book/HASH-light.svg
 #               and HASH-dark.svg. HASH is that of the figure's text, so that only what
 #               has changed is drawn again
+#   --list      says what --book would install, and does nothing
 set -euo pipefail
 
 # The tool that drives the browser, and Mermaid itself. Newer versions (from 12 on)
@@ -15,14 +17,16 @@ set -euo pipefail
 packages=(@mermaid-js/mermaid-cli@11.12.0 puppeteer@23.11.1 mermaid@11.12.2)
 
 usage() {
-  echo "usage: $0 [--keep DIR | --book] [CHAPTER...]" >&2
+  echo "usage: $0 [--keep DIR | --book | --list] [CHAPTER...]" >&2
   exit 2
 }
 
 keep=
 book=
-if [ "${1:-}" = --book ]; then
+list=
+if [ "${1:-}" = --book ] || [ "${1:-}" = --list ]; then
   book=yes
+  [ "$1" = --book ] || list=yes
   shift
 elif [ "${1:-}" = --keep ]; then
   [ $# -ge 2 ] || usage
@@ -72,6 +76,14 @@ if [ -n "$book" ]; then
     [ -s "$dir/book/$(book_name "$figure")-dark.svg" ] || missing+=("$figure")
   done
   [ ${#missing[@]} -gt 0 ] || exit 0
+  if [ -n "$list" ]; then
+    system=$(scripts/install-deps.sh --list figures)
+    [ -z "$system" ] || echo "to draw ${#missing[@]} figures: $system"
+    [ "${packages[*]}" = "$(cat "$dir/.installed" 2>/dev/null)" ] ||
+      echo "to draw ${#missing[@]} figures, from npm, into $dir: ${packages[*]}, with" \
+        "all that these need: about 270 packages, 350 MB"
+    exit
+  fi
   echo "drawing ${#missing[@]} figures in a browser, once"
 else
   rm -f "$dir"/*.png "$dir"/*.mmd

@@ -5,6 +5,7 @@ import html.parser
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import urllib.parse
@@ -361,3 +362,43 @@ def test_manual(tmp_path):
     ("scripts/exercises/6_write.patch", "files/scripts-exercises-6_write.patch.html")])
 def test_page_names(path, name):
     assert book.page_name(path) == name
+
+
+# ---- What it takes ----
+
+@pytest.mark.parametrize("missing", [True, False])
+@pytest.mark.parametrize("figures", ["", "no"])
+def test_says_what_it_installs(tmp_path, missing, figures):
+    """Before it does."""
+    (tmp_path / "scripts/book").mkdir(parents=True)
+    (tmp_path / "build/book").mkdir(parents=True)
+    for name in "common.sh", "book/book.sh":
+        shutil.copy(f"{ROOT}/scripts/{name}", tmp_path / "scripts" / name)
+    for name, said in [("install-deps.sh", "mandoc"), ("book/figures.sh", "to draw: npm")]:
+        (tmp_path / "scripts" / name).write_text(
+            "#!/bin/bash\n" f'[ "$1" != --list ] || {{ {f"echo {said}" * missing or ":"}; '
+            f'exit; }}\necho "runs {name} $*"\n')
+        (tmp_path / "scripts" / name).chmod(0o755)
+    (tmp_path / "scripts/book/book.py").write_text("")
+    done = subprocess.run(["scripts/book/book.sh"], cwd=tmp_path, check=True, text=True,
+                          capture_output=True, env={**os.environ, "FIGURES": figures})
+    said, runs, _ = done.stdout.partition("runs install-deps.sh build book\n")
+    assert runs and ("runs book/figures.sh --book" in done.stdout) == (not figures)
+    assert ("to build the pages: mandoc\n" in said) == missing
+    assert ("to draw: npm\n" in said) == (missing and not figures)
+    assert ("Nothing has to be installed.\n" in said) == (not missing)
+
+
+def test_says_what_figures_take(tmp_path):
+    """If one has to be drawn."""
+    (tmp_path / "scripts/book").mkdir(parents=True)
+    for name in "common.sh", "install-deps.sh", "book/figures.sh":
+        shutil.copy(f"{ROOT}/scripts/{name}", tmp_path / "scripts" / name)
+    (tmp_path / "chapters").mkdir()
+    (tmp_path / "scripts/README.md").write_text("")
+    for text, wanted in [("# 0\n", ""), ("```mermaid\nflowchart LR\n```\n", "npm")]:
+        (tmp_path / "chapters/0_a.md").write_text(text)
+        done = subprocess.run(["scripts/book/figures.sh", "--list"], cwd=tmp_path,
+                              check=True, text=True, capture_output=True)
+        assert wanted in done.stdout and bool(done.stdout) == bool(wanted)
+        assert not (tmp_path / "build/figures/node_modules").exists()

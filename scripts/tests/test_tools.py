@@ -333,6 +333,11 @@ def test_dependencies_are_installed(tmp_path, manager, groups, user):
     for line in said[-1], ran[-1]:
         assert line.endswith(install + PACKAGES[manager, groups])
 
+    # It can say so, and do nothing.
+    done = subprocess.run(["/bin/bash", "scripts/install-deps.sh", "--list",
+                           *groups.split()], cwd=ROOT, env=env, text=True,
+                          check=True, capture_output=True)
+    assert done.stdout == PACKAGES[manager, groups] + "\n"
 
 @pytest.mark.parametrize("program", PROGRAMS[1:])
 def test_step(tmp_path, program):

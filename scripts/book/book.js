@@ -501,10 +501,10 @@ function searchBox() {
     }
     for (const [line, ...places] of codes.slice(0, 15)) {
       const [[program, number], ...others] = places;
-      const name = index.programs[program];
+      const [name, page] = index.programs[program];
       const also = others.length ? ` · also in ${[...new Set(others.map(([p]) =>
-        index.programs[p]))].filter(p => p !== name).join(", ") || "other lines"}` : "";
-      list.append(make("li", {}, make("a", {href: `${up}${name}.html#L${number}`},
+        index.programs[p][0]))].filter(p => p !== name).join(", ") || "other lines"}` : "";
+      list.append(make("li", {}, make("a", {href: `${up}${page}#L${number}`},
         make("code", {}, ...marked(line, words)),
         make("span", {}, `${name}.cpp, line ${number}${also}`))));
     }

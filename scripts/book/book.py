@@ -45,8 +45,6 @@ def page_name(path):
     name = posixpath.basename(path)
     if path.startswith("chapters/") and path.endswith(".md"):
         return name.removesuffix(".md") + ".html"
-    if path.startswith("src/") and path.endswith(".cpp"):
-        return name.removesuffix(".cpp") + ".html"
     return "files/" + path.replace("/", "-") + ".html"
 
 
@@ -73,8 +71,10 @@ class Book:
         os.makedirs(self.out)
         for name in "book.css", "book.js":
             shutil.copy(f"{self.root}/scripts/book/{name}", self.out)
-        for page in [*self.pages, *(chapters.Page(self.root, path) for path in OTHERS)]:
-            self.write(page_name(page.path), Chapter(self, page).html())
+        # A line may lead to a chapter that comes later, so all of them are read first.
+        for chapter in [Chapter(self, page) for page in [
+                *self.pages, *(chapters.Page(self.root, path) for path in OTHERS)]]:
+            self.write(page_name(chapter.page.path), chapter.html())
         for path in sorted(self.files):
             self.write(page_name(path), self.file_page(path))
         for page in sorted(self.manual.needed):
@@ -85,18 +85,28 @@ class Book:
         # Tells GitHub's pages to leave the files as they are.
         self.write(".nojekyll", "")
 
+    def program_of(self, page):
+        """The program as a chapter has it, or None."""
+        found = self.programs.get(page.program)
+        return found and next(one for one in found.all if one.page.path == page.path)
+
+    def address(self, path):
+        """The page for a file of the repository: a program is beside its chapter."""
+        found = re.fullmatch(r"src/(.*)\.cpp", path)
+        if found and found[1] in self.programs:
+            return self.programs[found[1]].address
+        return page_name(path)
+
     def file_page(self, path):
         """A file of the repository that is no program of the book's, or a folder."""
         if os.path.isdir(f"{self.root}/{path}"):
             # Those that have a page.
-            known = {page_name(f"src/{name}.cpp") for name in self.programs}
-            known |= {page_name(page.path) for page in self.pages}
-            names = sorted(name for name in os.listdir(f"{self.root}/{path}")
-                           if name.endswith((".md", ".cpp"))
-                           and page_name(f"{path}/{name}") in known)
+            known = {page_name(page.path) for page in self.pages}
+            where = {name: self.address(f"{path}/{name}")
+                     for name in sorted(os.listdir(f"{self.root}/{path}"))}
             text = "<ul>" + "".join(
-                f'<li><a href="../{page_name(f"{path}/{name}")}">{name}</a></li>'
-                for name in names) + "</ul>"
+                f'<li><a href="../{page}">{name}</a></li>'
+                for name, page in where.items() if page in known) + "</ul>"
         else:
             try:
                 lexer = get_lexer_for_filename(path, stripnl=False)
@@ -117,7 +127,9 @@ class Book:
             for at, line in enumerate(found.source, 1):
                 if re.search(r"\w{2}", line):
                     where.setdefault(line.strip(), []).append([number, at])
-        index = {"programs": list(self.programs), "text": self.search,
+        index = {"programs": [[found.name, found.address]
+                              for found in self.programs.values()],
+                 "text": self.search,
                  "code": [[line, *places] for line, places in where.items()]}
         return "book.index(" + json.dumps(index, ensure_ascii=False,
                                           separators=(",", ":")) + ");\n"
@@ -202,7 +214,7 @@ class Chapter:
 
     def __init__(self, book, page):
         self.book, self.page = book, page
-        self.program = book.programs.get(page.program)
+        self.program = book.program_of(page)
         self.blocks = {block.line: block for block in page.blocks}
         self.slugs = iter(chapters.slugs(page.prose))
         self.sections = []  # of level 2: their #fragments and titles
@@ -210,6 +222,7 @@ class Chapter:
         self.paragraphs = 0
         if self.program:
             self.names = {found.name for found in self.program.naming.definitions}
+        self.body = self.read()
 
     # ---- Links ----
 
@@ -220,7 +233,7 @@ class Chapter:
             return target
         path = posixpath.normpath(posixpath.join(
             posixpath.dirname(self.page.path), path))
-        name = page_name(path)
+        name = self.book.address(path)
         if name.startswith("files/"):
             self.book.files.add(path)
         elif path.endswith(".cpp"):
@@ -249,10 +262,10 @@ class Chapter:
             return link, {"class": "man"}
         number = re.fullmatch(r"make diff-(\d+)", text)
         if number:
-            for name in self.book.programs:
+            for name, found in self.book.programs.items():
                 if chapters.number(name) == int(number[1]):
                     own = self.page.program == name
-                    return ("" if own else f"{name}.html") + "#new", {}
+                    return ("" if own else found.address) + "#new", {}
         return None
 
     # ---- Blocks ----
@@ -334,7 +347,8 @@ class Chapter:
 
     # ---- Markdown ----
 
-    def html(self):
+    def read(self):
+        """The text as HTML."""
         parser = MarkdownIt("commonmark").enable(["table", "strikethrough"])
         parser.use(footnote_plugin)
         rules = {"fence": lambda _, tokens, at, *__: self.fence(tokens[at]),
@@ -353,10 +367,13 @@ class Chapter:
                 if child.type == "link_open":
                     child.attrs["href"] = self.href(child.attrs["href"])
         notes, tokens = self.take_notes(tokens)
-        body = parser.renderer.render(self.with_places(tokens, notes), parser.options, env)
+        return parser.renderer.render(self.with_places(tokens, notes), parser.options, env)
+
+    def html(self):
+        """The page."""
         kind = "chapter"
         title = self.heading_title
-        article = f"<article>\n{body}</article>\n"
+        article = f"<article>\n{self.body}</article>\n"
         if self.program:
             kind += " two"
             article += self.program_html()
@@ -489,7 +506,7 @@ class Chapter:
             removed, added = found.step.size
             legend += " <i class=new></i>new"
             said = (f'<span class="size"><b>+{added}</b> <s>−{removed}</s> against '
-                    f'<a href="{found.parent.name}.html#program">{found.parent.name}</a>'
+                    f'<a href="{found.parent.address}#program">{found.parent.name}</a>'
                     "</span>")
             views = ('<span class="views" role="group" aria-label="What to show">'
                      '<button type="button" data-view="all" aria-pressed="true">All'

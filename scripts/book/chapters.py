@@ -3,6 +3,7 @@ what it found wrong, one message each; test_chapters.py runs them."""
 
 import difflib
 import functools
+import math
 import os
 import re
 import shlex
@@ -42,7 +43,18 @@ class Page:
         name = os.path.basename(path)[:-len(".md")]
         self.is_chapter = path.startswith("chapters/")
         self.number = number(name) if self.is_chapter else -1
-        self.program = name if self.number >= 4 else None
+        self.program = self._program(name) if self.is_chapter else None
+
+    def _program(self, name):
+        """The program beside a chapter: the one of its number that has its name, or
+        that it links to."""
+        found = [program for program in programs(self.root)
+                 if number(program) == self.number]
+        linked = [program for program in found if f"/src/{program}.cpp" in self.text]
+        # From 4 on, each chapter has one, even if it is missing.
+        if self.number >= 4:
+            linked += [*found, name]
+        return name if name in found else next(iter(linked), None)
 
     def _split(self):
         """Collects the fenced blocks, and returns the text without them and
@@ -83,6 +95,19 @@ class Page:
     def before(self):
         return self.ancestors[0] if self.ancestors else None
 
+    @functools.cached_property
+    def companions(self):
+        """The chapters about its program in their order, with itself."""
+        pages = [self if self.path == f"chapters/{name}.md" else
+                 Page(self.root, f"chapters/{name}.md") for name in chapters(self.root)
+                 if number(name) == self.number]
+        return [page for page in pages if page.program == self.program]
+
+    @property
+    def is_main(self):
+        """Whether it is the first of these."""
+        return self.companions[0] is self
+
     def message(self, line, text):
         return f"{self.path}:{line}: {text}"
 
@@ -92,8 +117,24 @@ def read(path):
         return file.read()
 
 
+# In the order in which they are read. Others follow.
+APPENDICES = ["appendix_own", "appendix_memory", "appendix_providers"]
+
+
+def is_appendix(name):
+    return name.startswith("appendix_")
+
+
 def chapters(root):
-    return numbered(f"{root}/chapters", ".md")
+    """In the order of reading: of two with a number, the one named like the program is
+    first. The appendices come last."""
+    def place(name):
+        if is_appendix(name):
+            at = APPENDICES.index(name) if name in APPENDICES else len(APPENDICES)
+            return math.inf, at, name
+        return number(name), not os.path.exists(f"{root}/src/{name}.cpp"), name
+
+    return sorted(numbered(f"{root}/chapters", ".md"), key=place)
 
 
 def blank(match):
@@ -105,11 +146,17 @@ def line_at(text, position):
     return text.count("\n", 0, position) + 1
 
 
+def pages_of_programs(root):
+    """The main chapter of each program."""
+    pages = [Page(root, f"chapters/{name}.md") for name in chapters(root)]
+    return {page.program: page for page in pages if page.program and page.is_main}
+
+
 # ---- Chapters and programs ----
 
 def check_numbers(root):
     """None is left out. That each program has its chapter, test_tools.py checks."""
-    numbers = [number(name) for name in chapters(root)]
+    numbers = sorted({number(name) for name in chapters(root) if not is_appendix(name)})
     if numbers == list(range(len(numbers))):
         return []
     return [f"chapters/: the numbers are {numbers}"]
@@ -286,11 +333,12 @@ def names_in(root, program):
 
 def check_names(page):
     """Each name of libfabric's and CUDA's that the program uses, and none of its
-    ancestors, is named in the text of its chapter."""
-    if page.program not in programs(page.root):
+    ancestors, is named in the text of its chapters."""
+    if page.program not in programs(page.root) or not page.is_main:
         return []
     known = set().union(*(names_in(page.root, program) for program in page.ancestors))
-    said = set(NAME.findall(without_targets(page.prose)))
+    said = set(NAME.findall("\n".join(
+        without_targets(one.prose) for one in page.companions)))
     missing = sorted(names_in(page.root, page.program) - known - said)
     return [f"{page.path}: not named outside of code blocks: "
             + ", ".join(missing)] if missing else []
@@ -431,7 +479,7 @@ def check_neighbours(page):
     messages = [f"{page.path}: no link to {target}" for target in wanted
                 if target not in targets]
     diff = f"make diff-{page.number}"
-    if page.before and not re.search(rf"\b{diff}\b", page.text):
+    if page.before and page.is_main and not re.search(rf"\b{diff}\b", page.text):
         messages.append(f"{page.path}: `{diff}` is not named")
     return messages
 

@@ -109,15 +109,16 @@ def is_common(definition):
 
 
 class Naming:
-    """By which of its words a chapter accounts for a line that it does not show."""
+    """By which of their words chapters account for a line that they do not show."""
 
-    def __init__(self, page, source):
+    def __init__(self, pages, source):
         self.source = source
         self.definitions = list(definitions(source))
-        self.shown = shown_lines(page, source)
+        self.shown = set().union(*(shown_lines(page, source) for page in pages))
         words = re.compile(r"~?\w+")
         self.named = set(words.findall(" ".join(
-            match[0] for match in chapters.CODE_SPAN.finditer(page.prose))))
+            match[0] for page in pages
+            for match in chapters.CODE_SPAN.finditer(page.prose))))
         # A constant or a field that is used where the chapter shows it needs no more.
         self.used = set(words.findall("\n".join(source[n] for n in self.shown)))
 
@@ -167,7 +168,7 @@ class Account(typing.NamedTuple):
 
 def account(page):
     source = source_lines(page.root, page.program)
-    naming = Naming(page, source)
+    naming = Naming(page.companions, source)
     new = new_lines(page, source)
     left = {}
     for number in new:
@@ -181,7 +182,7 @@ def account(page):
 def check_lines(page):
     """Each line that is new in a program is shown, or what it belongs to is named or
     has a comment."""
-    if page.program not in chapters.programs(page.root):
+    if page.program not in chapters.programs(page.root) or not page.is_main:
         return []
     return [f"{page.path}: neither shown nor named nor explained by a comment: {name}, "
             f"in line {lines[0]} of src/{page.program}.cpp" for name, lines in account(page).left.items()]
@@ -204,8 +205,8 @@ def check_counts(page):
 
 
 def main():
-    for program in chapters.programs(ROOT):
-        new, shown, left = account(chapters.Page(ROOT, f"chapters/{program}.md"))
+    for program, page in chapters.pages_of_programs(ROOT).items():
+        new, shown, left = account(page)
         lost = sum(map(len, left.values()))
         print(f"{program}: {new} new lines, {100 * shown // new} % shown, "
               f"{100 * (new - shown - lost) // new} % named or explained, {lost} neither")

@@ -3,6 +3,7 @@ passage of a chapter that explains each line."""
 
 import functools
 import html
+import posixpath
 import re
 import subprocess
 import typing
@@ -90,14 +91,18 @@ def read_diff(text, before, after):
 class Program:
     """The program of a chapter, which is a chapters.Page."""
 
-    def __init__(self, page, parent=None):
+    def __init__(self, page, parent=None, main=None):
         self.page = page
+        self.address = posixpath.basename(page.path).removesuffix(".md") + ".html"
         self.name = page.program
         self.parent = parent  # the Program that this one is based on
+        # The same one as other chapters have it, the main chapter first.
+        self.all = main.all if main else []
+        self.all.append(self)
         self.source = lines.source_lines(page.root, self.name)[:-1]
         self.html = highlight("\n".join(self.source) + "\n")
         assert len(self.html) == len(self.source), self.name
-        self.naming = lines.Naming(page, self.source)
+        self.naming = lines.Naming([page], self.source)
         self.excerpts = {}  # the line of a block in the chapter: its parts
         for block in page.blocks:
             parts = lines.shown_parts(block, self.source)
@@ -107,7 +112,7 @@ class Program:
         self.step = Step(set(), {}, {})
         if parent:
             done = subprocess.run(
-                ["scripts/diff.sh", str(page.number), *chapters.programs(page.root)],
+                ["scripts/diff.sh", self.name, self.name],
                 cwd=page.root, check=True, text=True, capture_output=True)
             self.step = read_diff(done.stdout, parent.source, self.source)
         self.targets = self._targets()
@@ -156,14 +161,17 @@ class Program:
         return None
 
     def inherited(self, number):
-        """The passage of an earlier chapter about a line that this step has kept."""
+        """The passage of another chapter about this line, or of an earlier one if this
+        step has kept it."""
         program = self
-        while program.parent and number in program.step.before:
+        while True:
+            for other in program.all:
+                found = other is not self and other.passage(number)
+                if found:
+                    return "earlier", other.address, found[2]
+            if not program.parent or number not in program.step.before:
+                return None
             number, program = program.step.before[number], program.parent
-            found = program.passage(number)
-            if found:
-                return "earlier", f"{program.name}.html", found[2]
-        return None
 
     def passages(self):
         """Runs of lines with the same passage: first, last, kind, page, place."""
@@ -257,13 +265,24 @@ class Program:
         return "".join(done), [where for _, where in parts]
 
 
+def parent(name, root):
+    """The program that this one is based on. None also if that cannot be told, which
+    the tests complain about."""
+    try:
+        return repository.parent(name, root)
+    except AssertionError:
+        return None
+
+
 def programs(root):
-    """All programs by their names, parents first."""
+    """All programs by their names, parents first. One without a chapter has no page; the
+    tests say what it lacks."""
     found = {}
-    for name in chapters.programs(root):
-        # Until it has a chapter, it has no page. The tests say what it lacks.
-        if name not in chapters.chapters(root):
+    for page in chapters.pages_of_programs(root).values():
+        if page.program not in chapters.programs(root):
             continue
-        page = chapters.Page(root, f"chapters/{name}.md")
-        found[name] = Program(page, found.get(repository.parent(name, root)))
+        main = Program(page, found.get(parent(page.program, root)))
+        for other in page.companions[1:]:
+            Program(other, main.parent, main)
+        found[main.name] = main
     return found

@@ -25,6 +25,10 @@ import program  # noqa: E402
 # In one worker: each builds a book of its own.
 pytestmark = pytest.mark.xdist_group("book")
 
+PAGES = {name: chapters.Page(ROOT, f"chapters/{name}.md")
+         for name in chapters.chapters(ROOT)}
+# The chapters that have a program beside them.
+BESIDE = [name for name, page in PAGES.items() if page.program]
 VOID = {"br", "hr", "img", "input", "link", "meta", "path"}
 LOADS = {"src", "srcset", "poster", "data"}
 
@@ -93,7 +97,7 @@ def pages(out):
 
 
 def test_a_page_for_each_chapter(pages):
-    for name in chapters.chapters(ROOT):
+    for name in PAGES:
         assert f"{name}.html" in pages
     assert "index.html" in pages
 
@@ -127,20 +131,21 @@ def test_nothing_from_outside(out, pages):
     assert not re.search(r"https?:|fetch\(|XMLHttp", (out / "book.js").read_text())
 
 
-@pytest.mark.parametrize("name", chapters.chapters(ROOT))
+@pytest.mark.parametrize("name", PAGES)
 def test_headings(pages, name):
     """Have GitHub's names, so that links from outside work in both."""
-    page = chapters.Page(ROOT, f"chapters/{name}.md")
+    page = PAGES[name]
     assert pages[f"{name}.html"].headings == chapters.slugs(page.prose)
 
 
-@pytest.mark.parametrize("name", chapters.chapters(ROOT))
+@pytest.mark.parametrize("name", PAGES)
 def test_text(pages, name):
     """All that the chapter says is on the page, in this order, footnotes apart."""
-    page = chapters.Page(ROOT, f"chapters/{name}.md")
+    page = PAGES[name]
     text = re.sub(r"(?ms)^\[\^.*", "", page.prose)
     # Pictures, notes, rules of tables, numbers of lists and targets are no text.
-    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|\[\^\w+\]|(?m:^\| -.*|^ *\d+\. )", "", text)
+    text = re.sub(r"!\[[^\]]*\]\([^)]*\)|\[\^\w+\]|<a id=[^>]*></a>|"
+                  r"(?m:^\| -.*|^ *\d+\. )", "", text)
     text = chapters.LINK.sub("]", text).replace("*", "")
     shown = iter(re.findall(r"\w+", pages[f"{name}.html"].text))
     for word in re.findall(r"\w+", text):
@@ -150,11 +155,11 @@ def test_text(pages, name):
             assert "\n".join(block.lines).rstrip() in pages[f"{name}.html"].text
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", BESIDE)
 def test_excerpts(pages, name):
     """Each names exactly its lines."""
-    source = lines.source_lines(ROOT, name)
-    page = chapters.Page(ROOT, f"chapters/{name}.md")
+    page = PAGES[name]
+    source = lines.source_lines(ROOT, page.program)
     found = pages[f"{name}.html"].excerpts
     wanted = [block for block in page.blocks if chapters.excerpt(block) is not None]
     assert len(found) == len(wanted) > 0
@@ -176,26 +181,27 @@ def test_excerpts(pages, name):
     assert shown == lines.shown_lines(page, source)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", BESIDE)
 def test_program(pages, name):
     """All lines are there, and those are marked as new that `make diff-N` adds."""
     rows = pages[f"{name}.html"].rows
-    source = lines.source_lines(ROOT, name)[:-1]
+    beside = PAGES[name].program
+    source = lines.source_lines(ROOT, beside)[:-1]
     assert [text for _, (_, text) in sorted(rows.items())] == [
         f"{at}{line}\n" for at, line in enumerate(source, 1)]
     new = [source[at - 1] for at, (mark, _) in sorted(rows.items()) if mark == "new"]
-    diff = make(f"diff-{number(name)}") if parent(name) else ""
+    diff = make(f"diff-{number(beside)}") if parent(beside) else ""
     assert new == [line[1:] for line in diff.splitlines()
                    if line[:1] == "+" and not line.startswith("+++ b/")]
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", BESIDE)
 def test_names(out, pages, name):
     """A name in the program leads to its definition, or to its manual page."""
     text = (out / f"{name}.html").read_text()
     names = json.loads(re.search(r'id="names">(.*?)</script>', text)[1])
     rows = pages[f"{name}.html"].rows
-    assert {"Post", "RdmaOp", "FiCheck"} <= set(names)
+    assert names
     for word, where in names.items():
         if where.startswith("#"):
             first, last = (re.findall(r"\d+", where) * 2)[:2]
@@ -208,7 +214,7 @@ def test_names(out, pages, name):
             assert page in pages and (not place or place in pages[page].ids), word
     if manual.Manual().texts:
         missing = set(re.findall(r"\bfi_\w+(?=\()", "".join(
-            line for line in lines.source_lines(ROOT, name)
+            line for line in lines.source_lines(ROOT, PAGES[name].program)
             if not line.lstrip().startswith("//")))) - set(names)
         assert not missing
 
@@ -233,13 +239,13 @@ def test_step(programs, name):
     assert sorted([*now.step.before, *now.step.new]) == list(range(len(now.source)))
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("name", BESIDE)
 def test_passages(out, pages, name):
     """Each line leads to the excerpt that shows it, or to a name; none that the account
     of lines.py has is without a passage, unless a comment explains it."""
-    page = chapters.Page(ROOT, f"chapters/{name}.md")
-    source = lines.source_lines(ROOT, name)
-    naming = lines.Naming(page, source)
+    page = PAGES[name]
+    source = lines.source_lines(ROOT, page.program)
+    naming = lines.Naming([page], source)
     text = (out / f"{name}.html").read_text()
     runs = re.search(r'id="passages">(\[.*?\])</script>', text)[1]
     kinds = {}
@@ -257,8 +263,8 @@ def test_passages(out, pages, name):
 
 def test_notes(pages):
     """Each footnote is an aside, and leads back."""
-    for name in chapters.chapters(ROOT):
-        text = chapters.Page(ROOT, f"chapters/{name}.md").prose
+    for name, page in PAGES.items():
+        text = page.prose
         count = len(set(re.findall(r"(?m)^\[\^(\w+)\]:", text)))
         notes = pages[f"{name}.html"].notes
         assert notes == [f"note-{n}" for n in range(1, count + 1)]
@@ -357,11 +363,93 @@ def test_manual(tmp_path):
 
 @pytest.mark.parametrize("path,name", [
     ("README.md", "index.html"), ("chapters/6_write.md", "6_write.html"),
-    ("src/6_write.cpp", "6_write.html"), ("Makefile", "files/Makefile.html"),
+    ("Makefile", "files/Makefile.html"),
     ("scripts/README.md", "contributing.html"),
     ("scripts/exercises/6_write.patch", "files/scripts-exercises-6_write.patch.html")])
 def test_page_names(path, name):
     assert book.page_name(path) == name
+
+
+# ---- Chapters and programs of other names ----
+
+def small_book(folder, **more):
+    """A repository with a program whose chapter has another name, one that two chapters
+    are about, and programs of somebody's own."""
+    files = {
+        "README.md": "# Read me\n", "scripts/README.md": "# Tools\n",
+        "chapters/0_start.md": "# 0. Start\n\n[All](../src)\n",
+        "chapters/1_first.md": "# 1. The first\n\n[It](../src/1_one.cpp#L2)\n\n"
+                               "```cpp\nint one = 1;\n```\n",
+        "chapters/2_more.md": "# 2. More\n\n[It](../src/2_more.cpp), `make diff-2`\n\n"
+                              "```cpp\nint more = 2;\n```\n",
+        "chapters/2_extra.md": "# 2. Extra\n\n[It](../src/2_more.cpp)\n\n"
+                               "```cpp\nint extra = 3;\n```\n",
+        "chapters/3_end.md": "# 3. End\n\n[It](../src/1_one.cpp)\n",
+        "src/1_one.cpp": "// One.\nint one = 1;\n",
+        "src/2_more.cpp": "// Based on 1_one.\nint one = 1;\nint more = 2;\nint extra = 3;\n",
+        **more}
+    for name, text in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    (folder / "scripts/book").mkdir()
+    for name in "common.sh", "diff.sh", "book/book.css", "book/book.js":
+        shutil.copy(f"{ROOT}/scripts/{name}", folder / "scripts" / name)
+    book.Book(str(folder), str(folder / "out"), str(folder / "figures")).build()
+    return {path.stem: path.read_text() for path in (folder / "out").glob("*.html")}
+
+
+def test_programs_stand_beside_chapters_of_their_number(tmp_path):
+    pages = small_book(tmp_path)
+    beside = {name: re.findall(r'aria-label="The program (.*)\.cpp"', text)
+              for name, text in pages.items()}
+    assert beside == {"index": [], "contributing": [], "0_start": [], "1_first": ["1_one"],
+                      "2_more": ["2_more"], "2_extra": ["2_more"], "3_end": []}
+    # The main chapter of a program comes first.
+    assert 'rel=next href="2_more.html"' in pages["1_first"]
+    assert 'rel=prev href="2_more.html"' in pages["2_extra"]
+    # Links lead to the chapter that a program is beside.
+    assert 'href="#L2"' in pages["1_first"] and 'href="1_first.html#program"' in pages["3_end"]
+    assert 'against <a href="1_first.html#program">1_one</a>' in pages["2_more"]
+    assert '<a href="#new"><code>make diff-2' in pages["2_more"]
+    listed = (tmp_path / "out/files/src.html").read_text()
+    assert '<a href="../1_first.html">1_one.cpp</a>' in listed
+    # What the other chapter explains, this one says; and what the one before does.
+    runs = {name: json.loads(re.search(r'id="passages">(.*?)</script>', text)[1])
+            for name, text in pages.items() if beside[name]}
+    assert [2, 2, "earlier", "1_first.html", "excerpt-1"] in runs["2_more"]
+    assert [3, 3, "shown", "", "excerpt-1"] in runs["2_more"]
+    assert [4, 4, "earlier", "2_extra.html", "excerpt-1"] in runs["2_more"]
+    assert [3, 3, "earlier", "2_more.html", "excerpt-1"] in runs["2_extra"]
+    # Each line of a program is there once.
+    index = (tmp_path / "out/search.js").read_text()
+    assert '["1_one","1_first.html"]' in index and index.count('"int extra = 3;"') == 1
+
+
+def test_checks_take_all_chapters_of_a_program(tmp_path):
+    """A name may be in one of them, a line be shown in one of them."""
+    small_book(tmp_path, **{
+        "src/2_more.cpp": "// Based on 1_one.\nint one = 1;\nint more = fi_read();\n"
+                          "int extra = 3;\nint left = 4;\n",
+        "chapters/2_extra.md": "# 2. Extra\n\n[It](../src/2_more.cpp), `fi_read`\n\n"
+                               "```cpp\nint extra = 3;\n```\n",
+        "chapters/2_more.md": "# 2. More\n\n[It](../src/2_more.cpp), `more`\n"})
+    more, extra = (chapters.Page(tmp_path, f"chapters/2_{name}.md")
+                   for name in ("more", "extra"))
+    assert chapters.check_names(more) == chapters.check_names(extra) == []
+    assert lines.check_lines(more) == [
+        "chapters/2_more.md: neither shown nor named nor explained by a comment: left, "
+        "in line 5 of src/2_more.cpp"]
+    assert lines.check_lines(extra) == []
+    assert chapters.check_numbers(tmp_path) == []
+
+
+def test_numbered_programs_of_ones_own(tmp_path):
+    """A number makes no difference to the book: it has the pages that it has without."""
+    wanted = small_book(tmp_path / "without")
+    found = small_book(tmp_path / "with", **{
+        f"src/{name}.cpp": "int main() {\n" for name in
+        ["0_mine", "1_mine", "1_zero", "2_mine", "2_zero", "3_mine", "11_mine"]})
+    assert found == wanted
 
 
 # ---- What it takes ----

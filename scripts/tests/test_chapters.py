@@ -44,7 +44,7 @@ def test_page(check, path):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_lines(program):
     """Every line of a step is shown, or what it belongs to is named."""
-    page = Page(ROOT, f"chapters/{program}.md")
+    page = chapters.pages_of_programs(ROOT)[program]
     messages = lines.check_lines(page) + lines.check_counts(page)
     assert not messages, "\n".join(messages)
 

@@ -262,7 +262,7 @@ function beside() {
   // ---- From the program to the chapter ----
 
   const titles = name => {
-    const link = $$(".menu a").find(a => a.getAttribute("href") === name);
+    const link = $$(".chapters a").find(a => a.getAttribute("href") === name);
     return link ? link.textContent : name;
   };
 
@@ -460,12 +460,23 @@ function searchBox() {
   const dialog = popup("search", "Search", input, said, list);
   let index = null;
   const up = root.dataset.up;
-  const titles = new Map($$(".menu > ol > li > a").map(a =>
+  const titles = new Map($$(".chapters a").map(a =>
     [a.getAttribute("href").slice(up.length), a.textContent]));
 
   book.index = data => { index = data; look(); };
   // A script, because a page that was opened as a file may load nothing else.
   document.head.append(make("script", {src: up + "search.js"}));
+
+  // What is looked for: for each word, itself and others for the same.
+  function wanted(text) {
+    const found = [];
+    for (const [said, ...ours] of index.same)
+      text = text.replace(RegExp(`\\b${said}\\w*`, "g"), word => {
+        found.push([word, ...ours]);
+        return " ";
+      });
+    return [...found, ...text.split(/\s+/).filter(word => word.length > 1).map(word => [word])];
+  }
 
   function marked(text, words) {
     const pattern = words.map(word => word.replace(/[.*+?^${}()|[\]\\]/g, "\\$&")).join("|");
@@ -486,8 +497,9 @@ function searchBox() {
     const words = input.value.toLowerCase().split(/\s+/).filter(word => word.length > 1);
     list.replaceChildren();
     if (!index) return void (said.textContent = "Loading …");
+    const all = wanted(input.value.toLowerCase()), words = all.flat();
     if (!words.length) return void (said.textContent = "Type two letters or more.");
-    const has = text => words.every(word => text.includes(word));
+    const has = text => all.every(same => same.some(word => text.includes(word)));
     const texts = index.text.filter(([, , heading, text]) =>
       has((text || heading).toLowerCase()));
     // Headings first, and what is on this page.

@@ -32,6 +32,12 @@ import program  # noqa: E402
 TITLE = "RDMA, step by step"
 # The Markdown files that are no chapters.
 OTHERS = {"README.md": "index.html", "scripts/README.md": "contributing.html"}
+# What readers look for under a name that the chapters do not use, and their own words
+# for it. The first is a pattern, and is found with any ending.
+SAME = [["torn", "mix of old", "half of the old"], ["tear", "mix of old", "half of the old"],
+        ["throughput", "bandwidth"], ["out.of.order", "any order", "overtak", "reorder"],
+        ["flow.control", "credit"], ["back.?pressure", "credit"], ["time.?out", "gives up"],
+        ["spin", "poll"], ["mutex", "lock"], ["zero.copy", "copies nothing", "without copying"]]
 
 
 def escape(text):
@@ -129,7 +135,7 @@ class Book:
                     where.setdefault(line.strip(), []).append([number, at])
         index = {"programs": [[found.name, found.address]
                               for found in self.programs.values()],
-                 "text": self.search,
+                 "text": self.search, "same": SAME,
                  "code": [[line, *places] for line, places in where.items()]}
         return "book.index(" + json.dumps(index, ensure_ascii=False,
                                           separators=(",", ":")) + ");\n"
@@ -152,17 +158,20 @@ class Book:
             return (f'<a class=step rel={rel} href="{up}{page_name(path)}" '
                     f'title="{title}">{text}<span>{title}</span></a>')
 
-        menu = []
+        menu = ["<ol class=chapters>"]
         for path in names:
             here = page and path == page.path
+            # A phone shows "6. Write" of "6. Write: into somebody else's memory".
+            short, rest = re.fullmatch(r"(\d+\. [^:]*|.*)(: .*|)",
+                                       escape(self.titles[path])).groups()
             menu.append(f'<li><a href="{up}{page_name(path)}"'
                         + ' aria-current="page"' * bool(here)
-                        + f">{escape(self.titles[path])}</a>")
-            if here and sections:
-                menu.append("<ol>" + "".join(
-                    f'<li><a href="#{slug}">{text}</a></li>' for slug, text in sections)
-                    + "</ol>")
-            menu.append("</li>")
+                        + f">{short}<span>{rest}</span></a></li>")
+        menu.append("</ol>")
+        if sections:
+            menu.append("<div class=sections><p>On this page</p><ol>" + "".join(
+                f'<li><a href="#{slug}">{text}</a></li>' for slug, text in sections)
+                + "</ol></div>")
         current = escape(title) if at is None else escape(self.titles[page.path])
         if title == TITLE:
             current = "Chapters"
@@ -184,7 +193,8 @@ class Book:
 <a class="home" href="{up}index.html">{TITLE}</a>
 <nav aria-label="Chapters">
 {step(before, "prev", "←")}
-<details class="menu"><summary>{current}</summary><ol>{"".join(menu)}</ol></details>
+<details class="menu"><summary>{current}</summary>
+<div class=panel>{"".join(menu)}</div></details>
 {step(after, "next", "→")}
 </nav>
 <div class="tools">
@@ -272,8 +282,9 @@ class Chapter:
 
     def fence(self, token):
         block = self.blocks[token.map[0] + 2]
+        place = token.attrGet("id")
         if block.info == "mermaid":
-            return self.figure("".join(f"{line}\n" for line in block.lines))
+            return self.figure("".join(f"{line}\n" for line in block.lines), place)
         if block.info in chapters.CPP and self.program:
             text, ranges = self.program.excerpt(block)
             if text:
@@ -286,15 +297,17 @@ class Chapter:
                 for tag in [{"+": "ins", "-": "del"}.get(line[:1])])
             return self.excerpt(block, rows, ranges)
         if block.info == "console":
-            text = "".join(re.sub(r"^(\$ )(.*)", r"<i>\1</i><b>\2</b>", escape(line)) + "\n"
-                           for line in block.lines)
+            text = "".join(
+                "<span>" + re.sub(r"^(\$ )(.*)", r"<i>\1</i><b>\2</b>", escape(line))
+                + "\n</span>" for line in block.lines)
         elif block.info == "sh":
             text = "\n".join(program.highlight(token.content, BashLexer()))
         elif block.info in chapters.CPP:
             text = "\n".join(program.highlight(token.content))
         else:
             text = escape(token.content)
-        return f'<pre class="{block.info}" tabindex="0"><code>{text}</code></pre>\n'
+        return (f'<pre class="{block.info}" id="{place}" tabindex="0"><code>{text}</code>'
+                "</pre>\n")
 
     def excerpt(self, block, text, ranges):
         """An excerpt, with where it stands in the program."""
@@ -318,7 +331,7 @@ class Chapter:
                 f'<pre class="{block.info}" tabindex="0"><code>{text}</code></pre>'
                 "</figure>\n")
 
-    def figure(self, source):
+    def figure(self, source, place):
         """A Mermaid figure, which has been drawn in both themes, and its text."""
         digest = hashlib.sha256(source.encode()).hexdigest()[:16]
         images = []
@@ -326,17 +339,22 @@ class Chapter:
             path = f"{self.book.figures}/{digest}-{theme}.svg"
             if not os.path.exists(path):
                 self.book.not_drawn += 1
-                return f'<pre class="mermaid" tabindex="0"><code>{escape(source)}</code></pre>\n'
+                return (f'<pre class="mermaid" id="{place}" tabindex="0"><code>'
+                        f"{escape(source)}</code></pre>\n")
             shutil.copy(path, self.book.out)
             images.append(f'<img class="{theme}" src="{digest}-{theme}.svg" '
                           f'alt="A figure; its text is below it." {size_of(path)}>')
-        return ('<figure class="drawn"><div class="wide" tabindex="0">'
+        return (f'<figure class="drawn" id="{place}"><div class="wide" tabindex="0">'
                 f'{"".join(images)}</div><details><summary>The figure as '
                 f"text</summary><ul>{figure_text(source)}</ul></details></figure>\n")
 
+    def beside(self, token):
+        """The file of a picture."""
+        return f"{self.page.root}/{posixpath.dirname(self.page.path)}/{token.attrs['src']}"
+
     def image(self, token):
         """A picture beside the chapter."""
-        path = f"{self.page.root}/{posixpath.dirname(self.page.path)}/{token.attrs['src']}"
+        path = self.beside(token)
         shutil.copy(path, self.book.out)
         # A picture that does not know of themes stays as light as it is.
         themed = path.endswith(".svg") and "prefers-color-scheme" in chapters.read(path)
@@ -414,6 +432,10 @@ class Chapter:
             in_table += {"table_open": 1, "table_close": -1}.get(token.type, 0)
             if token.type == "heading_open":
                 self.heading_open(token, tokens[at + 1])
+            elif token.type == "fence":
+                self.paragraphs += 1
+                token.attrSet("id", f"p{self.paragraphs}")
+                self.find_block(self.blocks[token.map[0] + 2])
             elif token.level == 0 and token.nesting == 1:
                 self.paragraphs += 1
                 token.attrSet("id", f"p{self.paragraphs}")
@@ -459,12 +481,26 @@ class Chapter:
                         f'aria-label="Link to “{escape(plain(inline))}”">#</a>')
         inline.children.append(mark)
 
+    def find(self, text, place=None):
+        """Puts a text into the index of the search."""
+        self.book.search.append([page_name(self.page.path), place or f"p{self.paragraphs}",
+                                 self.heading[1], " ".join(text.split())])
+
     def find_text(self, token, place=None):
-        """Puts a block's text into the index of the search."""
-        if self.heading and plain(token) != self.heading[1]:
-            self.book.search.append([
-                page_name(self.page.path), place or f"p{self.paragraphs}",
-                self.heading[1], " ".join(plain(token).split())])
+        """A block's text, with that in its pictures."""
+        if plain(token) != self.heading[1]:
+            self.find(" ".join([plain(token), *(
+                svg_text(self.beside(child)) for child in token.children
+                if child.type == "image" and child.attrs["src"].endswith(".svg"))]), place)
+
+    def find_block(self, block):
+        """What has been typed and printed, and figures. The search knows the lines of the
+        programs already."""
+        if block.info == "mermaid":
+            source = "".join(f"{line}\n" for line in block.lines)
+            self.find(html.unescape(re.sub("<[^>]*>", " ", figure_text(source))))
+        elif not (self.program and block.line in self.program.excerpts):
+            self.find(" ".join(block.lines))
 
     def code(self, tokens, at):
         """Code within the text. The first mention of a name gets a place of its own, to
@@ -567,6 +603,12 @@ def size_of(path):
     if not box:
         return ""
     return f'width="{round(float(box[1]))}" height="{round(float(box[2]))}"'
+
+
+def svg_text(path):
+    """The words in a picture."""
+    return " ".join(html.unescape(re.sub("<[^>]*>", " ", text)) for text in re.findall(
+        r"(?s)<text\b.*?</text>", chapters.read(path)))
 
 
 def figure_text(source):

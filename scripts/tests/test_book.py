@@ -370,6 +370,59 @@ def test_page_names(path, name):
     assert book.page_name(path) == name
 
 
+# ---- The menu and the search ----
+
+def test_menu(out, pages):
+    """Every page lists all chapters, in their order."""
+    for name in pages:
+        text = (out / name).read_text()
+        menu = re.search("(?s)<ol class=chapters>(.*?)</ol>", text)[1]
+        assert re.findall(r'href="(?:\.\./)?(\w+)\.html"', menu) == list(PAGES), name
+
+
+@pytest.fixture(scope="module")
+def index(out):
+    return json.loads((out / "search.js").read_text()[len("book.index("):-len(");\n")])
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_search_knows_all_words(pages, index, name):
+    """Of the text, of what is typed and printed, of the figures and of the programs."""
+    found = [entry for entry in index["text"] if entry[0] == f"{name}.html"]
+    assert all(place in pages[f"{name}.html"].ids for _, place, _, _ in found)
+    known = "\n".join([text or heading for _, _, heading, text in found] +
+                      [line for line, *_ in index["code"]])
+    page = PAGES[name]
+    # Without rules of tables, the marks of notes, and where links lead to.
+    text = chapters.without_targets(page.prose)
+    words = set(re.findall(r"\w+", re.sub(r"<[^>]*>|\[\^\w+\]|(?m:^\| -.*|^ *\d+\. )", "", text)))
+    for block in page.blocks:
+        words |= set(re.findall(r"\w+", "\n".join(block.lines)) if block.info != "mermaid" else
+                     re.findall(r'"([A-Za-z]+)', "\n".join(block.lines)))
+    for picture in re.findall(r"\((\w+\.svg)\)", page.prose):
+        words |= set(re.findall(r"\w+", book.svg_text(f"{ROOT}/chapters/{picture}")))
+    assert not [word for word in words if word not in known]
+
+
+def test_search_knows_other_words(index):
+    """One of those that the search takes for the same is there."""
+    known = "\n".join(text for *_, text in index["text"]).lower()
+    for words in index["same"]:
+        assert any(re.search(word, known) for word in words), words
+
+
+def test_figures_need_nothing_of_the_page(out, pages):
+    """They are pictures, which see no style of the page. One that does not know of themes
+    gets a light background."""
+    for name, page in pages.items():
+        text = (out / name).read_text()
+        assert text.count("<svg") == text.count('<div class="map"'), name
+        for image in page.images:
+            path = out / os.path.dirname(name) / image["src"]
+            themed = path.suffix == ".svg" and "prefers-color-scheme" in path.read_text()
+            assert themed or image.get("class") in ("plain", "light", "dark"), image
+
+
 # ---- Chapters and programs of other names ----
 
 def small_book(folder, **more):

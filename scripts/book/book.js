@@ -38,23 +38,91 @@ addEventListener("DOMContentLoaded", () => {
     const menu = $(".menu");
     if (menu.open && !event.target.closest(".menu")) menu.open = false;
   });
+  for (const box of $$(".wide")) enlargeable(box);
+  for (const box of $$(CUT)) box.addEventListener("scroll", () => edges(box), {passive: true});
+  cut();
+  wayBack();
   if ($("#program")) beside();
-  stops();
-  addEventListener("resize", stops);
+  addEventListener("resize", cut);
+  // A picture without a size is there only now.
+  addEventListener("load", cut);
 });
 
-// Tab stops only at what can be scrolled sideways.
-function stops() {
-  for (const box of $$("pre, .table, .wide"))
+// ---- The way back ----
+
+// To look something up, one leaves a chapter: for a manual page, a file, an appendix. The
+// address of that page says where from, like ?6_write.p12, because a page that was opened
+// as a file may have no storage.
+const LOOKED_UP = /^(man\/|files\/|appendix_)/;
+
+function wayBack() {
+  const [, page, place] = location.search.match(/^\?(\w+)\.(.*)$/) || [];
+  // Whose links lead to more of the same.
+  const leaf = document.body.matches(".manual, .file");
+  for (const link of $$("article a[href]"))
+    if (!leaf) leave(link, link.closest("[id]")?.id);
+    else if (page && /^[^:/]+\.html/.test(link.getAttribute("href")))
+      link.search = location.search;
+  if (!page) return;
+  const href = `${root.dataset.up}${page}.html`;
+  const known = $$(".chapters a").find(link => link.getAttribute("href") === href);
+  $(".bar nav").prepend(make("a", {className: "back", href: `${href}#${place}`},
+    `← Back to ${known ? known.firstChild.textContent : "where you were"}`));
+}
+
+// Puts into a link's address from which place it has been followed.
+function leave(link, place) {
+  if (LOOKED_UP.test(link.getAttribute("href")))
+    link.search = `?${location.pathname.match(/(\w*)(\.html)?$/)[1] || "index"}.${place || ""}`;
+  return link;
+}
+
+// ---- What is wider than its place ----
+
+const CUT = "pre, .table, .wide, .code";
+
+// It fades at the edge beyond which it goes on.
+function edges(box) {
+  const rest = box.scrollWidth - box.clientWidth - box.scrollLeft;
+  box.classList.toggle("more-left", box.scrollLeft > 2);
+  box.classList.toggle("more-right", rest > 2);
+}
+
+function cut() {
+  for (const box of $$(".wide"))
+    box.classList.toggle("small", $("img", box).getAttribute("width") > 1.1 * box.clientWidth);
+  for (const box of $$(CUT)) {
+    edges(box);
+    if (box.matches(".code")) continue;
+    // Tab stops only at what can be scrolled sideways.
     if (box.scrollWidth > box.clientWidth) box.tabIndex = 0;
     else box.removeAttribute("tabindex");
+  }
+}
+
+// A picture that a narrow page has made small is shown as a whole, and a tap enlarges it.
+function enlargeable(box) {
+  const button = make("button", {type: "button", className: "enlarge"}, "Enlarge");
+  function enlarge(event) {
+    const picture = box.getBoundingClientRect();
+    const at = event.currentTarget === box ? (event.clientX - picture.left) / picture.width : 0;
+    button.textContent = box.classList.toggle("large") ? "Show all of it" : "Enlarge";
+    // What was tapped comes into the middle.
+    box.scrollLeft = at * box.scrollWidth - box.clientWidth / 2;
+    cut();
+  }
+  button.addEventListener("click", enlarge);
+  box.addEventListener("click", event =>
+    getComputedStyle(button).display !== "none" && enlarge(event));
+  box.after(button);
 }
 
 // ---- The program beside the chapter ----
 
 function beside() {
   const program = $("#program"), code = $(".code", program), state = $(".state", program);
-  const article = $("article"), home = program.parentNode;
+  const article = $("article");
+  // Where there is no room beside the chapter, it is a sheet below it.
   const wide = matchMedia("(min-width: 75rem)");
   const passages = JSON.parse($("#passages").textContent);
   const names = JSON.parse($("#names").textContent);
@@ -69,6 +137,7 @@ function beside() {
   let lit = [];
   let found = null;
   let carried = null;  // from where to where a line has taken the chapter
+  let arrived = null;  // where the page was when an address chose what is lit
 
   // Tab would stop at each of two thousand numbers otherwise.
   for (const number of $$("[id] > a", code)) number.tabIndex = -1;
@@ -94,14 +163,16 @@ function beside() {
     code.scrollLeft = 0;
   }
 
+  let lighting = [];  // how to do it again
   function light(lines, near = lines) {
+    lighting = [lines, near];
     for (const old of lit) old.classList.remove("lit");
     lit = [];
     for (const [first, last] of lines ? ranges(lines) : [])
       for (let number = first; number <= last; ++number)
         if (row(number)) lit.push(row(number));
     for (const now of lit) now.classList.add("lit");
-    if (!lit.length) return;
+    if (!lit.length || !code.clientHeight) return;
     const all = ranges(lines), [first, last] = ranges(near)[0];
     const from = visible(row(all[0][0])).offsetTop;
     const to = visible(row(all.at(-1)[1])).offsetTop;
@@ -134,8 +205,7 @@ function beside() {
     }
     unfold(lines);
     light(lines);
-    const release = make("button", {type: "button", title: "Esc"},
-                         wide.matches ? "Let go" : "Close");
+    const release = make("button", {type: "button", title: "Esc"}, "Let go");
     release.addEventListener("click", follow);
     say(release, `Held: ${words(lines)}`, ...more);
     address(lines);
@@ -155,13 +225,7 @@ function beside() {
   const stillThere = () => carried && Math.abs(scrollY - carried.to) < 40;
 
   function follow() {
-    if (program.parentNode !== home) {
-      // Below an excerpt on a narrow page: goes back to its place.
-      const excerpt = program.previousElementSibling;
-      home.append(program);
-      excerpt.scrollIntoView({block: "center"});
-    }
-    held = reading = null;
+    held = reading = arrived = null;
     mark(null);
     for (const excerpt of excerpts) excerpt.classList.remove("held");
     // Back to where the chapter was, unless the reader has gone on from there.
@@ -175,8 +239,10 @@ function beside() {
     read();
   }
 
-  // Of what is to be seen below the bar; scrollIntoView takes it for the centre, too.
-  const middle = () => (64 + innerHeight) / 2;
+  // Of what is to be seen between the bar and the sheet; scrollIntoView takes it for the
+  // centre, too.
+  const bottom = () => wide.matches ? innerHeight : program.getBoundingClientRect().top;
+  const middle = () => (64 + bottom()) / 2;
 
   // The part of an excerpt that is nearest to the reader's eye.
   function nearest() {
@@ -184,7 +250,7 @@ function beside() {
     let best = null, least = Infinity;
     for (const candidate of parts) {
       const box = candidate.part.getBoundingClientRect();
-      if (box.bottom < 60 || box.top > innerHeight - 20) continue;
+      if (box.bottom < 60 || box.top > bottom() - 20) continue;
       const distance = Math.max(box.top - eye, eye - box.bottom, 0);
       if (distance < least) [best, least] = [candidate, distance];
     }
@@ -193,7 +259,8 @@ function beside() {
 
   // Lights what it shows.
   function read() {
-    if (held || !wide.matches) return;
+    if (held || arrived !== null && Math.abs(scrollY - arrived) < 40) return;
+    arrived = null;
     const best = nearest();
     if (!best && reading) {
       // Between two excerpts, the last one stays; but not for ever.
@@ -204,7 +271,10 @@ function beside() {
       light("");
       say("");
     }
-    if (!best || best === reading) return;
+    if (best && best !== reading) lightPart(best);
+  }
+
+  function lightPart(best) {
     reading = best;
     for (const excerpt of excerpts)
       excerpt.classList.toggle("reading", excerpt === best.excerpt);
@@ -221,7 +291,24 @@ function beside() {
   }
   addEventListener("scroll", () => soon(read), {passive: true});
   addEventListener("resize", () => soon(read));
-  wide.addEventListener("change", follow);
+
+  // ---- The sheet ----
+
+  const handle = make("button", {type: "button", className: "handle"});
+  $("h2", program).after(handle);
+  handle.addEventListener("click", () => {
+    slide(!program.classList.contains("open"));
+    remembered("program", program.classList.contains("open") ? "open" : "closed");
+  });
+
+  function slide(open) {
+    program.classList.toggle("open", open);
+    handle.textContent = open ? "Hide" : "Show the program";
+    handle.setAttribute("aria-expanded", open);
+    light(...lighting);
+    cut();
+    update();
+  }
 
   // ---- From the chapter to the program ----
 
@@ -234,8 +321,10 @@ function beside() {
       open(excerpt || link, link.dataset.lines, excerpt);
     } else if (link && link.getAttribute("href") === "#new") {
       event.preventDefault();
+      slide(true);
       show("new");
-      if (!wide.matches) program.scrollIntoView();
+    } else if (link && link.getAttribute("href") === "#program") {
+      slide(true);
     } else if (!link && excerpt) {
       open(excerpt, excerpt.dataset.lines, excerpt);
     }
@@ -244,19 +333,20 @@ function beside() {
   function open(element, lines, excerpt) {
     if (held === element && excerpt && lines === excerpt.dataset.lines) return follow();
     mark(null);
-    if (!wide.matches) {
-      const block = element.closest("figure, p, ul, ol, .table, aside, blockquote") || element;
-      block.after(program);
-    } else if (!excerpt) {
-      // A glance at a definition: the next excerpt takes over again.
-      if (held) follow();
-      reading = nearest();
-      unfold(lines);
-      light(lines);
-      say(`${words(lines).replace(/^l/, "L")}: ${element.textContent}`);
-      return;
-    }
-    hold(element, lines);
+    slide(true);
+    // The sheet may just have come over it.
+    if (!wide.matches) element.scrollIntoView({block: "nearest"});
+    if (excerpt) hold(element, lines);
+    else glance(element, lines);
+  }
+
+  // A glance at a definition: the next excerpt takes over again.
+  function glance(element, lines) {
+    if (held) follow();
+    reading = nearest();
+    unfold(lines);
+    light(lines);
+    say(`${words(lines).replace(/^l/, "L")}: ${element.textContent}`);
   }
 
   // ---- From the program to the chapter ----
@@ -271,7 +361,7 @@ function beside() {
     const code = [...row(number).childNodes].slice(1).map(node => node.textContent).join("");
     const links = [...new Set(code.match(/\w+/g) || [])].filter(word => names[word] &&
       !ranges(names[word].replace(/^#L|L/g, "")).some(([first]) => first === number))
-      .map(word => make("a", {href: names[word], className: "name"}, word));
+      .map(word => leave(make("a", {href: names[word], className: "name"}, word), "L" + number));
     return links.flatMap((link, at) => [at ? " " : " · see ", link]);
   }
 
@@ -284,7 +374,7 @@ function beside() {
     const target = kind && !page && document.getElementById(place);
     hold(row(number), lines, ...more, ...meanings(number));
     mark(target);
-    if (!target || program.parentNode !== home) return;
+    if (!target) return;
     // From line to line, the way back stays the one to where the reader was.
     const from = stillThere() ? carried.from : scrollY;
     found.scrollIntoView({block: "center"});
@@ -347,18 +437,67 @@ function beside() {
 
   // ---- Addresses ----
 
+  // What of the program belongs to a place in the chapter: the first excerpt in its
+  // section, or the first name there that leads to lines. Undefined if nothing does.
+  function belonging(place) {
+    const follows = (one, other) =>
+      one === other || other.compareDocumentPosition(one) & Node.DOCUMENT_POSITION_FOLLOWING;
+    const level = heading => Number(heading?.tagName.match(/^H(\d)$/)?.[1] || 9);
+    const end = $$("h1, h2, h3", article).find(heading => heading !== place &&
+      follows(heading, place) && level(heading) <= level(place));
+    const there = $$(".excerpt, a[data-lines]", article).filter(element =>
+      follows(element, place) && !(end && follows(element, end)));
+    // A name's own place is in front of it.
+    return /^name-/.test(place.id) && place.nextElementSibling === there[0] ? there[0]
+      : there.find(element => element.matches(".excerpt")) || there[0];
+  }
+
+  // The reader is at this place, or somewhere else than at the beginning.
+  function settle(place) {
+    const element = place && belonging(place);
+    if (!element) {
+      // As if one had read on until here. Before all excerpts, the first one comes next.
+      const eye = place ? place.getBoundingClientRect().top : middle();
+      const last = excerpts.filter(known => known.getBoundingClientRect().top < eye).at(-1)
+        || place && excerpts[0];
+      if (!last || !place && reading) return;
+      light("");
+      centre(...ranges(last.dataset.lines)[0]);
+      say("");
+    } else if (element.matches(".excerpt")) {
+      reading = null;
+      lightPart(parts.find(known => known.excerpt === element));
+    } else {
+      glance(element, element.dataset.lines);
+    }
+    // That stays until the reader goes on.
+    if (place) arrived = scrollY;
+  }
+
   function arrive() {
-    const lines = location.hash.match(/^#L(\d+)(?:-L(\d+))?$/);
-    if (lines && row(lines[1]) && row(lines[2] || lines[1]))
+    const name = decodeURIComponent(location.hash.slice(1));
+    const lines = name.match(/^L(\d+)(?:-L(\d+))?$/);
+    const place = name && document.getElementById(name);
+    if (lines && row(lines[1]) && row(lines[2] || lines[1])) {
+      slide(true);
       explain(Number(lines[1]), `${lines[1]}-${lines[2] || lines[1]}`);
-    else if (location.hash === "#new") show("new");
-    else if (/^#(name|excerpt)-/.test(location.hash))
-      mark(document.getElementById(location.hash.slice(1)));
+    } else if (name === "new" || name === "program") {
+      slide(true);
+      if (name === "new") show("new");
+    } else if (/^(name|excerpt)-/.test(name)) {
+      mark(place);
+    }
     found?.scrollIntoView({block: "center"});
+    if (held || lines) return;
+    const box = place && article.contains(place) && place.getBoundingClientRect();
+    settle(box && box.top >= 0 && box.top < bottom() ? place : null);
   }
   addEventListener("hashchange", arrive);
   // The browser goes to its own idea of the place first.
   addEventListener("load", arrive);
+  slide((remembered("program") ||
+         (innerWidth >= 768 && innerHeight >= 640 ? "open" : "closed")) === "open");
+  wide.addEventListener("change", () => { follow(); slide(program.classList.contains("open")); });
   read();
   update();
 
@@ -378,6 +517,7 @@ function beside() {
     const next = by > 0 ? ahead[0] : ahead.at(-1);
     if (!next) return;
     if (held) follow();
+    arrived = null;
     next.scrollIntoView({block: "center"});
   };
 }
@@ -393,7 +533,7 @@ const keys = {
   j: () => book.step?.(1),
   k: () => book.step?.(-1),
   Escape: () => { $(".menu").open = false; book.release?.(); },
-  ArrowLeft: () => $(".step[rel=prev]")?.click(),
+  ArrowLeft: () => $(".back, .step[rel=prev]")?.click(),
   ArrowRight: () => $(".step[rel=next]")?.click(),
 };
 
@@ -421,7 +561,8 @@ const actions = {
     if (!dialog) {
       const list = make("dl", {className: "keys"});
       for (const [key, text] of [
-        ["← →", "the chapter before, the next one"], ["j k", "the next excerpt, the one before"],
+        ["← →", "the chapter before, or where you came from; the next chapter"],
+        ["j k", "the next excerpt, the one before"],
         ["h", "hold the lines of this excerpt, or let go"],
         ["n", "all of the program, or only what is new"], ["/", "search"],
         ["t", "light or dark"], ["Esc", "close this, let go of lines"]])
@@ -494,7 +635,6 @@ function searchBox() {
   }
 
   function look() {
-    const words = input.value.toLowerCase().split(/\s+/).filter(word => word.length > 1);
     list.replaceChildren();
     if (!index) return void (said.textContent = "Loading …");
     const all = wanted(input.value.toLowerCase()), words = all.flat();

@@ -23,9 +23,21 @@ AXE = f"{ROOT}/build/axe/node_modules/axe-core/axe.min.js"
 PAGES = sorted(os.path.relpath(f"{folder}/{name}", BOOK)
                for folder, _, names in os.walk(BOOK) for name in names
                if name.endswith(".html"))
-PROGRAMS = sorted((name for name in PAGES if re.match(r"[4-9]|1\d", name)),
-                  key=lambda name: int(name.split("_")[0]))
-SIZES = {"phone": (360, 740), "tablet": (800, 1000), "wide": (1400, 900)}
+
+
+def pages_with(text):
+    """In the order of their numbers."""
+    found = []
+    for name in PAGES:
+        with open(f"{BOOK}/{name}", encoding="utf-8") as file:
+            if text in file.read():
+                found.append(name)
+    return sorted(found, key=lambda name: (len(name.split("_")[0]), name))
+
+
+# The chapters with a program beside them, and those of which it is a step.
+PROGRAMS, STEPS = pages_with('id="program"'), pages_with("data-view")
+SIZES = {"phone": (360, 740), "tablet": (800, 1000), "half": (1000, 900), "wide": (1400, 900)}
 
 
 class Browser:
@@ -108,10 +120,21 @@ def browser(shared_browser):
               for entry in shared_browser.driver.get_log("performance")]
     loaded = [entry["params"]["request"]["url"] for entry in loaded
               if entry["method"] == "Network.requestWillBeSent"]
+    # What a test has chosen is forgotten.
+    shared_browser.script("localStorage.clear()")
     shared_browser.driver.get("about:blank")
     assert not errors
     assert not [url for url in loaded
                 if not re.match(r"file:|data:|about:|http://127\.0\.0\.1:", url)]
+
+
+# Whether an element can be seen as a whole, and nothing is in front of its corners.
+IN_SIGHT = """(element => {
+    const box = element.getBoundingClientRect();
+    return box.width > 0 && box.left >= 0 && box.right <= innerWidth + 1 && box.top >= 0 &&
+      box.bottom <= innerHeight + 1 && [box.top + 2, box.bottom - 2].every(y =>
+        element.contains(document.elementFromPoint(box.left + box.width / 2, y)));
+  })"""
 
 
 def numbers(text):
@@ -135,7 +158,7 @@ def test_no_error_and_no_overflow(browser, page):
         assert wide <= width, (size, wide, browser.script("""
             return [...document.querySelectorAll("body *")].filter(element =>
               element.getBoundingClientRect().right > innerWidth + 1 &&
-              !element.closest("pre, .code, .table")).map(e => e.outerHTML.slice(0, 80))"""))
+              !element.closest("pre, .code, .table, .wide")).map(e => e.outerHTML.slice(0, 80))"""))
 
 
 AXE_TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa", "wcag22aa", "best-practice"]
@@ -166,10 +189,12 @@ def check(browser, selector="document"):
     assert not found, json.dumps(found, indent=1)
 
 
+@pytest.mark.parametrize("size", ["wide", "half", "phone"])
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_accessible_in_use(browser, scheme):
+def test_accessible_in_use(browser, scheme, size):
     """Also with lines held, only new lines, and the dialogs open."""
     browser.media(prefers_color_scheme=scheme)
+    browser.size(size)
     browser.open("6_write.html")
     with open(AXE, encoding="utf-8") as file:
         browser.script(file.read())
@@ -275,6 +300,48 @@ def test_the_address_of_lines(browser):
         return box.top < innerHeight && box.bottom > 0""")
 
 
+def section_lines(browser, slug):
+    """The lines of the first excerpt in a section of the page, or None."""
+    return browser.script("""
+        const heading = document.getElementById(arguments[0]);
+        const all = [...document.querySelectorAll("article :is(h1, h2, h3, .excerpt)")];
+        const level = element => Number(element.tagName[1]);
+        for (const element of all.slice(all.indexOf(heading) + 1))
+          if (element.matches(".excerpt")) return element.dataset.lines;
+          else if (level(element) <= level(heading)) return null;""", slug)
+
+
+@pytest.mark.parametrize("page", PROGRAMS)
+def test_the_address_of_a_section(browser, page):
+    """Opens the program at the lines of the section, and nowhere at its #includes."""
+    browser.open(page)
+    slugs = browser.script("return [...document.querySelectorAll('article :is(h2, h3)')]"
+                           ".map(heading => heading.id)")
+    wanted = {slug: section_lines(browser, slug) for slug in slugs}
+    assert any(wanted.values())
+    # Some of them, because loading pages takes long.
+    for slug in slugs[::4]:
+        browser.open(f"{page}#{slug}")
+        browser.until("document.readyState === 'complete'")
+        time.sleep(0.1)
+        if wanted[slug]:
+            assert browser.lit() == numbers(wanted[slug]), slug
+        assert browser.script("""
+            const code = document.querySelector(".code").getBoundingClientRect();
+            const row = document.elementFromPoint(code.left + 20, code.top + code.height / 2);
+            return !/^\\d+#include/.test(row.closest("[id^=L]").textContent)"""), slug
+        # Also when one goes there within the page.
+    browser.open(page)
+    slug = next(slug for slug in reversed(slugs) if wanted[slug])
+    browser.script("location.hash = arguments[0]", slug)
+    browser.until("document.querySelector('.lit')")
+    assert browser.lit() == numbers(wanted[slug])
+    # From there on, the lines follow again.
+    browser.script("document.getElementById('excerpt-1').scrollIntoView({block: 'center'})")
+    browser.until("document.querySelector('#excerpt-1.reading')")
+    assert browser.lit() == numbers(browser.find("#excerpt-1").get_attribute("data-lines"))
+
+
 def test_a_line_leads_to_its_passage(browser):
     """One that is shown, one that is named, one that an earlier chapter explains."""
     browser.open("6_write.html")
@@ -375,6 +442,58 @@ def test_a_name_leads_to_its_manual_page(browser):
     assert "fi_writemsg" in browser.find(":target").text
 
 
+def back_at(browser, place):
+    browser.click(".back")
+    browser.until("location.pathname.endsWith('/6_write.html')")
+    assert browser.script("return location.hash") == "#" + place
+    browser.until("document.readyState === 'complete'")
+
+
+def test_the_way_back_from_what_was_looked_up(browser):
+    """From a manual page, also over others, from a file, and after a line of code."""
+    for size in "wide", "phone":
+        browser.size(size)
+        browser.open("6_write.html")
+        link = next(link for link in browser.all("a.man") if link.text == "fi_writemsg")
+        place = browser.script("return arguments[0].closest('[id]').id", link)
+        browser.script("arguments[0].click()", link)
+        browser.until("/fi_rma/.test(location.pathname)")
+        assert browser.find(".back").text == "← Back to 6. Write"
+        # Also in the middle of a page.
+        browser.script("scrollTo(0, 2000)")
+        assert browser.script(f"return {IN_SIGHT}(document.querySelector('.back'))")
+        other = browser.script("return [...document.querySelectorAll('article a')].find(a => "
+                               "/fi_\\w+.3.html/.test(a.getAttribute('href')))")
+        browser.script("arguments[0].click()", other)
+        browser.until("!/fi_rma/.test(location.pathname)")
+        back_at(browser, place)
+        assert browser.script(f"""
+            const box = document.getElementById(arguments[0]).getBoundingClientRect();
+            return box.top >= 0 && box.top < innerHeight""", place)
+    browser.size()
+    number = browser.script("""
+        return [...document.querySelectorAll(".code [id^=L]")].find(row =>
+          /fi_writemsg\\(ep/.test(row.textContent)).id""")
+    browser.click(f"#{number}")
+    link = next(link for link in browser.all(".state .name") if link.text == "fi_writemsg")
+    browser.script("arguments[0].click()", link)
+    browser.until("/fi_rma/.test(location.pathname)")
+    back_at(browser, number)
+    assert browser.lit() == [int(number[1:])]
+    # Nothing but a page of the book can be gone back to.
+    browser.open("man/fi_rma.3.html?javascript:alert(1).x")
+    assert not browser.all(".back")
+
+
+def test_the_way_back_from_a_file(browser):
+    browser.open("contributing.html")
+    link = browser.find("article a[href*='files/']")
+    browser.script("arguments[0].click()", link)
+    browser.until("/files/.test(location.pathname)")
+    browser.click(".back")
+    browser.until("location.pathname.endsWith('/contributing.html')")
+
+
 def test_a_line_leads_to_what_its_names_mean(browser):
     """To their definitions, and to the manual pages."""
     browser.open("6_write.html")
@@ -404,7 +523,7 @@ def test_lines_fit(browser, page, width):
         return code.scrollWidth - code.clientWidth""") <= 0
 
 
-@pytest.mark.parametrize("page", PROGRAMS[1:])
+@pytest.mark.parametrize("page", STEPS)
 def test_new(browser, page):
     """New shows the new lines and the removed ones, which are struck out, and nothing
     else; All shows all."""
@@ -482,6 +601,36 @@ def test_search(browser):
     browser.until("/\\d+_\\w+\\.html/.test(location.pathname) && location.hash")
 
 
+# Words of a transcript, of a command, of a figure and of a program; and what the text calls
+# otherwise.
+@pytest.mark.parametrize("what", ["Hello, world", "modprobe", "overtakes", "torn",
+                                  "torn_reads", "torn read", "throughput", "out-of-order",
+                                  "flow control", "PollCompletion"])
+def test_search_finds(browser, what):
+    browser.open("6_write.html")
+    browser.press("/")
+    browser.find("dialog input").send_keys(what)
+    browser.until("document.querySelector('dialog li mark')")
+    # It leads to the place.
+    browser.find("dialog input").send_keys(Keys.ENTER)
+    browser.until("location.hash.length > 1")
+    browser.until("document.readyState === 'complete'")
+    assert browser.script("return document.getElementById(location.hash.slice(1)) !== null")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_menu(browser, size):
+    """All chapters can be seen, and on a wide page what is on this one."""
+    browser.size(size)
+    browser.open("6_write.html")
+    browser.click(".menu summary")
+    for selector in [".chapters a"] + [".sections a"] * (size != "phone"):
+        assert browser.script(f"return [...document.querySelectorAll(arguments[0])].every("
+                              f"{IN_SIGHT})", selector)
+    assert len(browser.all(".chapters a")) == len(
+        [page for page in PAGES if re.match(r"\d+_|appendix_", page)])
+
+
 def test_themes(browser):
     """The system's at first; then what the reader has chosen, on all pages."""
     back = "getComputedStyle(document.body).backgroundColor"
@@ -498,26 +647,109 @@ def test_themes(browser):
     assert browser.script(f"return {shown}.every(i => i.className === 'light')")
     browser.open("7_queue.html")
     assert browser.script(f"return {back}") == light
-    browser.script("localStorage.clear()")
 
 
 # ---- A phone, paper, no script, a server ----
 
 def test_phone(browser):
-    """The program opens below the excerpt, and closes again."""
+    """A tap on an excerpt opens the program, with both in sight, and it closes again."""
     browser.size("phone")
     browser.open("6_write.html")
-    browser.click("#excerpt-3 figcaption a")
-    assert browser.script("return document.getElementById('excerpt-3')"
-                          ".nextElementSibling.id") == "program"
+    assert not browser.find(".code").is_displayed()
+    assert browser.script(f"return {IN_SIGHT}(document.querySelector('.handle'))")
+    # At the bottom, where the sheet will be.
+    browser.script("document.getElementById('excerpt-3').scrollIntoView({block: 'end'})")
+    browser.click("#excerpt-3 pre")
     assert browser.lit() == numbers(
         browser.find("#excerpt-3").get_attribute("data-lines"))
     assert browser.script("""
         const code = document.querySelector(".code").getBoundingClientRect();
         const row = document.querySelector(".lit").getBoundingClientRect();
-        return row.top >= code.top && row.bottom <= code.bottom""")
-    browser.click(".state button")
-    assert browser.script("return document.getElementById('program').parentNode.id") == "text"
+        return row.top >= code.top && row.bottom <= code.bottom && code.bottom <= innerHeight""")
+    assert browser.script(f"return {IN_SIGHT}(document.querySelector('#excerpt-3'))")
+    browser.click(".handle")
+    assert not browser.find(".code").is_displayed()
+
+
+@pytest.mark.parametrize("size", ["half", "tablet"])
+def test_half_a_window(browser, size):
+    """Shows the program, too, below the text; it follows, and can be put away."""
+    browser.size(size)
+    browser.open("6_write.html")
+    for at in "excerpt-3", "excerpt-7":
+        browser.script("document.getElementById(arguments[0]).scrollIntoView({block: 'center'})",
+                       at)
+        wanted = numbers(browser.find("#" + at).get_attribute("data-lines"))
+        browser.until("""[...document.querySelectorAll('.code .lit')].map(row =>
+            Number(row.id.slice(1))).join() === arguments[0].join()""", wanted)
+        for selector in f"#{at}", ".code .lit":
+            assert browser.script(f"return {IN_SIGHT}(document.querySelector(arguments[0]))",
+                                  selector), selector
+    browser.click(".handle")
+    assert not browser.find(".code").is_displayed()
+    # It says how to get it back, here and on the next page.
+    browser.open("7_queue.html")
+    assert not browser.find(".code").is_displayed()
+    assert browser.find(".handle").text == "Show the program"
+    assert browser.script(f"return {IN_SIGHT}(document.querySelector('.handle'))")
+    browser.find(".handle").click()
+    assert browser.find(".code").is_displayed()
+
+
+def test_the_end_of_a_page_is_read(browser):
+    """The sheet leaves it free."""
+    for size in SIZES:
+        browser.size(size)
+        browser.open("6_write.html")
+        browser.script("scrollTo(0, 1e6)")
+        assert browser.script(f"return {IN_SIGHT}([...document.querySelectorAll('article p')]"
+                              ".at(-1))"), size
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if "/" not in page])
+def test_what_is_cut_fades(browser, page):
+    """On a phone: code, tables and enlarged figures, at the edge where they go on. What
+    programs print and whole figures are not cut."""
+    browser.size("phone")
+    browser.open(page)
+    wrong = """return [...document.querySelectorAll("pre, .table, .wide, .code")].filter(box => {
+        const right = box.scrollWidth - box.clientWidth - box.scrollLeft > 2;
+        const fades = getComputedStyle(box).maskImage !== "none";
+        return box.clientWidth && (right !== box.matches(".more-right") ||
+                                   (right || box.scrollLeft > 2) !== fades);
+      }).map(box => box.outerHTML.slice(0, 80))"""
+    assert not browser.script(wrong)
+    assert not browser.script("""
+        return [...document.querySelectorAll("pre.console, .wide")].filter(box =>
+          box.scrollWidth > box.clientWidth).map(box => box.outerHTML.slice(0, 80))""")
+    for button in browser.all(".enlarge"):
+        if button.is_displayed():
+            browser.script("arguments[0].click()", button)
+    # Moved to their ends, they fade on the left.
+    browser.script("""
+        for (const box of document.querySelectorAll("pre, .table, .wide")) box.scrollLeft = 1e6""")
+    browser.until("document.querySelectorAll('article .more-right').length === 0")
+    assert not browser.script(wrong)
+    assert not browser.script("""
+        return [...document.querySelectorAll("article .wide.large")].filter(box =>
+          !box.matches(".more-left")).length""")
+
+
+def test_a_figure_is_enlarged(browser):
+    """On a phone: by a tap, at this place. The whole of it is there at first."""
+    browser.size("phone")
+    browser.open("6_write.html")
+    at = """[...document.querySelectorAll(".wide")].find(box =>
+        /overtak/.test(box.firstChild.src))"""
+    browser.script(f"{at}.scrollIntoView()")
+    assert browser.script(f"return {IN_SIGHT}({at}.firstChild)")
+    browser.script(f"""
+        const box = {at}.getBoundingClientRect();
+        {at}.firstChild.dispatchEvent(new MouseEvent("click", {{bubbles: true,
+            clientX: box.right - 20, clientY: box.top + 20}}))""")
+    assert browser.script(f"return {at}.scrollLeft > 100 && {at}.firstChild.width >= 700")
+    browser.script(f"{at}.nextElementSibling.click()")
+    assert browser.script(f"return {IN_SIGHT}({at}.firstChild)")
 
 
 def test_printed(browser):

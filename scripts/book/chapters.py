@@ -406,7 +406,7 @@ def slugs(text):
     """GitHub's #fragment of each heading."""
     taken, found = set(places(text)), []
     for _, heading in HEADING.findall(text):
-        heading = re.sub(r"\]\([^)]*\)", "]", heading)
+        heading = re.sub(r"\]\([^)]*\)|<a\b[^>]*>|</a>", "]", heading)
         slug = re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
         unique, count = slug, 0
         while unique in taken:
@@ -525,14 +525,18 @@ def check_targets(page):
                 if block.info == "sh" for index, line in enumerate(block.lines)]
     commands += [(line, command) for line, command, output in transcripts(page)
                  if command and not output]
+    # A program of the reader's own, which the page has copied.
+    own = re.findall(r"(?m)^cp src/\w+\.cpp src/(\w+)\.cpp$",
+                     "\n".join(command for _, command in commands))
     messages = []
     for line, command in commands:
         if not MAKE.match(command):
             continue
         words = shlex.split(command, comments=True)
-        words = words[words.index("make") + 1:]
-        for target in words:
-            if "=" in target or target.startswith("-"):
+        for target in words[words.index("make") + 1:]:
+            if target in ["&&", "||", "|", "&"]:
+                break
+            if "=" in target or target.startswith("-") or target in own:
                 continue
             of = re.fullmatch(r"(?:diff|exercise)-(.*)", target)
             numbers = [str(number(name)) for name in programs(page.root)]

@@ -402,6 +402,21 @@ def test_finds(tmp_path, fault):
     assert messages and expected in messages[0], messages
 
 
+def test_own_targets(tmp_path):
+    """What a page has the reader copy can be made, and what follows is no target."""
+    sample(tmp_path, HELLO, "fi_mermaid\n```\n", """fi_mermaid
+```
+
+```sh
+cp src/4_hello.cpp src/mine.cpp
+make mine && ./build/mine
+make theirs
+```
+""")
+    assert chapters.check_targets(Page(tmp_path, HELLO)) == [
+        f"{HELLO}:26: make has no theirs"]
+
+
 def test_finds_a_diff_that_is_not_named(tmp_path):
     sample(tmp_path)
     page = Page(tmp_path, REVERSE)
@@ -420,6 +435,27 @@ def test_finds_what_is_missing(tmp_path):
         "chapters/: the numbers are [0, 1, 2, 3, 4, 6]"]
 
 
+def test_order_of_reading(tmp_path):
+    """A chapter comes before what else has its number, and the appendices come last.
+    Each leads to its neighbours."""
+    names = ["4_hello", "5_reverse", "5_more", "10_last", "appendix_own",
+             "appendix_memory", "appendix_providers", "appendix_a", "appendix_b"]
+    sample(tmp_path)
+    shutil.rmtree(tmp_path / "chapters")
+    (tmp_path / "chapters").mkdir()
+    for name in sorted(names):
+        (tmp_path / "chapters" / f"{name}.md").write_text("# Page\n\n")
+    assert chapters.chapters(tmp_path) == names
+    assert chapters.check_numbers(tmp_path) == ["chapters/: the numbers are [4, 5, 10]"]
+    path = "chapters/appendix_own.md"
+    assert chapters.check_neighbours(Page(tmp_path, path)) == [
+        f"{path}: no link to 10_last.md", f"{path}: no link to appendix_memory.md"]
+    (tmp_path / path).write_text("# Page\n\n[1](10_last.md), [2](appendix_memory.md)\n")
+    assert chapters.check_neighbours(Page(tmp_path, path)) == []
+    assert f"{README}: no link to {path}" in chapters.check_neighbours(
+        Page(tmp_path, README))
+
+
 def test_anchors():
     """As GitHub makes them."""
     text = """# The `fi_cq` of [libfabric](x.md): -FI_EAGAIN?
@@ -428,10 +464,11 @@ def test_anchors():
 ### Twice-1
 #none
 <a id="here"></a>
+### <a id="there"></a>A place
 """
     assert chapters.anchors(text) == {
         "the-fi_cq-of-libfabric--fi_eagain", "twice", "twice-1", "twice-1-1",
-        "here"}
+        "here", "there", "a-place"}
 
 
 # ---- Transcripts ----

@@ -484,6 +484,63 @@ def check_neighbours(page):
     return messages
 
 
+# ---- Providers ----
+
+# A chapter with a program names a provider or a version of libfabric where the reader
+# types or sees it, and says nothing else about it: that has an entry in
+# appendix_providers.md, to which a word leads. At most so many in 1000 words, outside of
+# code blocks, in what is read.
+MOST_NAMED = 2
+# Those that name more so far. A number only goes down, and then its line goes.
+STILL_NAMED = {"4_hello": 19, "6_write": 11, "8_malloc": 8, "10_lock": 7}
+
+PROVIDER = (r"(?:(?:tcp|udp|net|verbs);)?ofi_rx[dm]|tcp|udp|shm|efa-direct|efa|cxi|opx|ucx|"
+            r"psm[23]?")
+# As part of a longer name they are another word: libfabric-efa-demo, session.net.
+ALONE = r"(?<![\w.-])(?:%s)(?![\w-]|\.\w)"
+NAMED = re.compile(ALONE % PROVIDER)
+# Words of every day, unless they are code.
+NAMED_IN_CODE = re.compile(ALONE % (PROVIDER + "|net|sockets|verbs"))
+VERSION = re.compile(
+    r"\blibfabric(?:'s)?\s+(?:version\s+)?\d+(?:\.\d+)*|\b[Vv]ersions?\s+\d\.\d+(?:\.\d+)?|"
+    r"(?<![\w.])(?:1\.(?:1[7-9]|2\d)(?:\.\d)?|2\.\d\.\d|"
+    r"(?<=\bof\s)2\.\d|(?<=\bfrom\s)2\.\d|(?<=\buntil\s)2\.\d)"
+    r"(?!\d|\.\d|\s*(?:[KMG]|[mnuµ]?s\b|%|times|seconds))")
+# What is not read: pictures, labels of footnotes, where links lead to.
+UNREAD = re.compile(r"!\[[^\]]*\]\([^)\s]*\)|\[\^\w+\]:?|https?://\S+")
+
+
+def named(page):
+    """The number of words, and each provider and version that they name, with its
+    line."""
+    text = page.prose
+    for pattern in UNREAD, LINK, DEFINITION:
+        text = pattern.sub(blank, text)
+    found = []
+    for span in CODE_SPAN.finditer(text):
+        found += [(span.start() + match.start(), match[0])
+                  for match in NAMED_IN_CODE.finditer(span[0])]
+    bare = CODE_SPAN.sub(blank, text)
+    for pattern in NAMED, VERSION:
+        found += [(match.start(), match[0]) for match in pattern.finditer(bare)]
+    return len(re.findall(r"\S*\w\S*", text)), [
+        (line_at(text, at), " ".join(name.split())) for at, name in sorted(found)]
+
+
+def check_named(page):
+    """Few providers and versions, from chapter 4 on."""
+    if page.number < 4:
+        return []
+    words, found = named(page)
+    most = STILL_NAMED.get(os.path.basename(page.path)[:-len(".md")], MOST_NAMED)
+    if len(found) * 1000 <= most * words:
+        return []
+    return [f"{page.path}: {len(found)} providers and versions in {words} words are "
+            f"{len(found) * 1000 / words:.1f} in 1000, and not {most} at most; what they "
+            "do differently belongs into chapters/appendix_providers.md"] + [
+                page.message(line, name) for line, name in found]
+
+
 # ---- Text ----
 
 def check_text(page):

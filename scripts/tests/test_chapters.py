@@ -19,7 +19,7 @@ PAGES = ["README.md", "scripts/README.md"] + [
 CHECKS = {check.__name__: check for check in [
     chapters.check_blocks, chapters.check_excerpts, chapters.check_diffs,
     chapters.check_names, chapters.check_links, chapters.check_neighbours,
-    chapters.check_text, chapters.check_targets]}
+    chapters.check_named, chapters.check_text, chapters.check_targets]}
 
 
 @pytest.fixture(autouse=True)
@@ -375,6 +375,10 @@ FAULTS = {
                "no link to ../src/5_reverse.cpp"),
     "readme": ("check_neighbours", README, "[3](chapters/3_setup.md)", "3",
                "README.md: no link to chapters/3_setup.md"),
+    "provider": ("check_named", REVERSE, "`cudaMalloc` is",
+                 "`cudaMalloc` over `shm` is",
+                 "chapters/5_reverse.md: 1 providers and versions in 13 words are 76.9 in "
+                 "1000, and not 2 at most; what they do differently belongs into"),
     "blanks": ("check_text", HELLO, "fi_mermaid\n", "fi_mermaid \n",
                ":20: blanks end this line"),
     "long": ("check_text", HELLO, "# Hello\n",
@@ -400,6 +404,61 @@ def test_finds(tmp_path, fault):
     sample(tmp_path, path, old, new)
     messages = CHECKS[check](Page(tmp_path, path))
     assert messages and expected in messages[0], messages
+
+
+NAMED = """\
+# A title of `shm`
+
+Over tcp, [`tcp;ofi_rxm`](https://example.org/shm) and `FI_PROVIDER=sockets`, with
+efa-direct of libfabric 1.17 or
+2.6.0, in version 2.1 and in that of 2.4 (1.22 and libfabric's 2).[^shm]
+
+![drawn over shm](shm.png) The libfabric-efa-demo of `session.net.Poll` knows verbs, net
+and sockets; 1.17 GB in 2.3 s, and from 2.1 ms to 1.5 Gbps.
+
+[^shm]: https://example.org/shm
+
+```sh
+FI_PROVIDER=shm libfabric 1.17 and many words more, which do not count either
+```
+"""
+
+
+def test_providers_are_counted(tmp_path):
+    """Where they are read, with their lines. As words of every day they are no names."""
+    sample(tmp_path)
+    path = tmp_path / HELLO
+    path.write_text(NAMED)
+    words, found = chapters.named(Page(tmp_path, HELLO))
+    assert words == 49
+    assert found == [
+        (1, "shm"), (3, "tcp"), (3, "tcp;ofi_rxm"), (3, "sockets"), (4, "efa-direct"),
+        (4, "libfabric 1.17"), (5, "2.6.0"), (5, "version 2.1"), (5, "2.4"), (5, "1.22"),
+        (5, "libfabric's 2")]
+
+
+def test_finds_many_providers(tmp_path, monkeypatch):
+    """One more than a chapter may name, in a text of 1000 words, and where they are."""
+    sample(tmp_path)
+    monkeypatch.setattr(chapters, "STILL_NAMED", {"5_reverse": 3})
+    for path, most in (HELLO, chapters.MOST_NAMED), (REVERSE, 3):
+        for count, good in (most, True), (most + 1, False):
+            text = "# Names\n\n" + count * "over `shm`\n" + "word\n" * (999 - 2 * count)
+            (tmp_path / path).write_text(text)
+            messages = chapters.check_named(Page(tmp_path, path))
+            assert messages[1:] == ([] if good else [
+                f"{path}:{line}: shm" for line in range(3, 3 + count)])
+            assert good == (not messages)
+    # The appendix is where they belong, and before chapter 4 there is no limit.
+    for path in "chapters/appendix_providers.md", "chapters/3_setup.md":
+        (tmp_path / path).write_text("# All of `shm`\n")
+        assert chapters.check_named(Page(tmp_path, path)) == []
+
+
+def test_limits_are_of_chapters():
+    """And only for those that need one."""
+    assert set(chapters.STILL_NAMED) <= set(chapters.chapters(ROOT))
+    assert all(most > chapters.MOST_NAMED for most in chapters.STILL_NAMED.values())
 
 
 def test_own_targets(tmp_path):

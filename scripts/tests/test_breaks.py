@@ -6,7 +6,9 @@ import filecmp
 import os
 import re
 import shutil
+import signal
 import subprocess
+import time
 
 import pytest
 
@@ -152,6 +154,27 @@ def test_8_malloc(broken):
     assert re.search(r"^error: the data of \d+ pieces is not correct$", client.output,
                      re.M), client.output
     server.stop()
+
+
+def test_8_malloc_stopped(broken):
+    """A server stands still while its client READs, which waits for three seconds
+    first. Through shared memory the client needs no answer for that. Over TCP it gets
+    the bytes when the server goes on."""
+    for provider in "", "shm":
+        server = broken("8_malloc", provider)
+        client = server.start_client("8")
+        client.wait_for("Gave them back")
+        server.process.signal(signal.SIGSTOP)
+        if provider == "shm":
+            assert client.wait() == 1, client.output
+            assert "READ and compared" in client.output
+            assert "error: waiting for an answer: nothing has happened" in client.output
+        else:
+            time.sleep(6)
+            assert "READ and compared" not in client.output
+        server.process.signal(signal.SIGCONT)
+        assert provider == "shm" or client.wait() == 0, client.output
+        server.stop()
 
 
 def test_9_file(broken, tmp_path):

@@ -495,15 +495,16 @@ def test_finds_what_is_missing(tmp_path):
 
 
 def test_order_of_reading(tmp_path):
-    """A chapter comes before what else has its number, and the appendices come last.
-    Each leads to its neighbours."""
-    names = ["4_hello", "5_reverse", "5_more", "10_last", "appendix_own",
+    """A chapter comes before what else has its number, which comes as the README lists
+    it, and the appendices come last. Each leads to its neighbours."""
+    names = ["4_hello", "5_reverse", "5_more", "5_end", "10_last", "appendix_own",
              "appendix_memory", "appendix_providers", "appendix_a", "appendix_b"]
     sample(tmp_path)
     shutil.rmtree(tmp_path / "chapters")
     (tmp_path / "chapters").mkdir()
     for name in sorted(names):
         (tmp_path / "chapters" / f"{name}.md").write_text("# Page\n\n")
+    (tmp_path / "README.md").write_text("[](chapters/5_more.md) [](chapters/5_end.md)\n")
     assert chapters.chapters(tmp_path) == names
     assert chapters.check_numbers(tmp_path) == ["chapters/: the numbers are [4, 5, 10]"]
     path = "chapters/appendix_own.md"

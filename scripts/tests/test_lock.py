@@ -99,6 +99,26 @@ def test_stopped_server(serve, provider):
     server.stop()
 
 
+@pytest.mark.builds("plain")
+def test_stopped_in_the_log(serve):
+    """A client that stands still there holds nobody up. Killed, it leaves one hole at
+    most: the place for which it had a ticket."""
+    server = serve("10_lock", **LIBFABRIC_LEAKS)
+    client = server.start_client("100000")
+    client.wait_for("100000 entries by message:", 300)
+    time.sleep(random.uniform(0.1, 0.5))
+    client.signal(signal.SIGSTOP)
+    other = server.start_client()
+    assert other.wait() == 0, other.output
+    assert "Data is correct." in other.output and turns(other) == [0, 0]
+    client.signal(signal.SIGKILL)
+    client.wait()
+    entries, changes, _, holes, records = check_left(server)
+    assert entries > 1000 and changes == 1000
+    assert holes <= 1 and records == 0
+    server.stop()
+
+
 @pytest.mark.builds("sanitized")
 @pytest.mark.parametrize("provider,signum", [("", signal.SIGKILL),
                                              ("shm", signal.SIGSTOP)],

@@ -162,7 +162,7 @@ class Book:
         for path in names:
             here = page and path == page.path
             # A phone shows "6. Write" of "6. Write: into somebody else's memory".
-            short, rest = re.fullmatch(r"(\d+\. [^:]*|.*)(: .*|)",
+            short, rest = re.fullmatch(r"(\d\S*\. [^:]*|.*)(: .*|)",
                                        escape(self.titles[path])).groups()
             menu.append(f'<li><a href="{up}{page_name(path)}"'
                         + ' aria-current="page"' * bool(here)

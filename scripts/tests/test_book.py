@@ -162,7 +162,7 @@ def test_excerpts(pages, name):
     source = lines.source_lines(ROOT, page.program)
     found = pages[f"{name}.html"].excerpts
     wanted = [block for block in page.blocks if chapters.excerpt(block) is not None]
-    assert len(found) == len(wanted) > 0
+    assert len(found) == len(wanted) and (found or not page.is_main)
     shown = set()
     for (where, text), block in zip(found, wanted):
         ranges = [range(int(first) - 1, int(last)) for first, last in

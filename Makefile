@@ -101,8 +101,9 @@ $(LEFT_OUT:%=$(BUILD)/%): FORCE
 endif
 
 # Programs before 6_write do not use GPUs.
-$(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_CXXFLAGS :=
-$(BUILD)/4_hello $(BUILD)/5_reverse: CUDA_LIBS :=
+WITHOUT_GPUS := $(BUILD)/2_first $(BUILD)/4_hello $(BUILD)/5_reverse
+$(WITHOUT_GPUS): CUDA_CXXFLAGS :=
+$(WITHOUT_GPUS): CUDA_LIBS :=
 
 $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
@@ -265,7 +266,7 @@ help:
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
-	@echo 'make break-4    build a program with one thing broken on purpose'
+	@echo 'make break-2    build a program with one thing broken on purpose'
 	@echo 'make book       the chapters beside their programs, in build/book/'
 	@echo 'make test-book  look at these pages in a browser'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'

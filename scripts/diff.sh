@@ -23,7 +23,7 @@ done
 }
 before=$(parent "$program")
 [ -n "$before" ] || {
-  echo "$program is the first program; nothing comes before it"
+  echo "$program is based on no other program"
   exit 0
 }
 

@@ -2,6 +2,7 @@
 //
 // The server posts RECVs and prints its address. The client posts a SEND to
 // that address. Both learn from a completion queue what became of it.
+// Based on nothing: it does what 2_first does, in a frame that can grow.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>

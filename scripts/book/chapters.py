@@ -337,10 +337,12 @@ def names_in(root, program):
 
 def check_names(page):
     """Each name of libfabric's and CUDA's that the program uses, and none of its
-    ancestors, is named in the text of its chapters."""
+    ancestors, is named in the text of its chapters. Everybody has read about the first
+    program, on which none is based."""
     if page.program not in programs(page.root) or not page.is_main:
         return []
-    known = set().union(*(names_in(page.root, program) for program in page.ancestors))
+    earlier = {programs(page.root)[0], *page.ancestors} - {page.program}
+    known = set().union(*(names_in(page.root, program) for program in earlier))
     said = set(NAME.findall("\n".join(
         without_targets(one.prose) for one in page.companions)))
     missing = sorted(names_in(page.root, page.program) - known - said)
@@ -496,7 +498,7 @@ def check_neighbours(page):
 # code blocks, in what is read.
 MOST_NAMED = 2
 # Those that name more so far. A number only goes down, and then its line goes.
-STILL_NAMED = {"4_hello": 19, "6_write": 11, "8_malloc": 8}
+STILL_NAMED = {}
 
 PROVIDER = (r"(?:(?:tcp|udp|net|verbs);)?ofi_rx[dm]|tcp|udp|shm|efa-direct|efa|cxi|opx|ucx|"
             r"psm[23]?")
@@ -615,6 +617,8 @@ SERVER = re.compile(
     r"(?:\((cd \S+ && ))?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w+(?: received)?)"
     r"\)?(\s+#.*)?")
 PROGRESS = re.compile(r"WRITE: \d+%, (\d+)/(\d+)")
+# Its server takes one message and ends.
+ENDS_BY_ITSELF = re.compile(r"/2_first\b")
 # Seconds for a command.
 LIMIT = 60
 
@@ -804,14 +808,17 @@ class Rerun:
         while (time.monotonic() < end and process.popen.poll() is None
                and not matches(expected, normalised(process.output.splitlines()))):
             time.sleep(0.05)
-        time.sleep(0.2)  # for a line too many
-        if process.popen.poll() is not None:
-            self.tell(self.line, f"`{self.shown}` has ended by itself")
-        process.signal(signum)
+        how = "by itself"
+        if not ENDS_BY_ITSELF.search(self.shown):
+            how = signum.name
+            time.sleep(0.2)  # for a line too many
+            if process.popen.poll() is not None:
+                self.tell(self.line, f"`{self.shown}` has ended by itself")
+            process.signal(signum)
         try:
             status = process.wait(self.patience)
         except subprocess.TimeoutExpired:
-            self.tell(self.line, f"`{self.shown}` does not end: {signum.name}")
+            self.tell(self.line, f"`{self.shown}` does not end: {how}")
             return
         if status != 0:
             self.tell(self.line, f"`{self.shown}` exits with {status}")

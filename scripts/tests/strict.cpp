@@ -66,7 +66,8 @@
 //
 // The objects that a program gets are ours, with tables of our functions; the
 // provider's are behind them. What it knows is what the programs use: fi_sendmsg
-// and its like, one buffer each, one domain, entries in FI_CQ_FORMAT_DATA.
+// and its like, the short forms of 2_first, one buffer each, one domain, entries
+// in FI_CQ_FORMAT_DATA.
 
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -134,6 +135,7 @@ constexpr size_t kPageSize = 4096;
 constexpr size_t kAddressSize = 32;      // that of efa: GID, QPN, QKEY
 constexpr size_t kImmDataSize = 4;       // bytes
 constexpr size_t kInjectSize = 32;       // bytes; efa-direct's
+constexpr size_t kQueueSize = 1024;      // of a program that leaves it to us
 constexpr size_t kP4dHostWrite = 65536;  // a WRITE of so many bytes is a READ
 constexpr size_t kP4dGpuWrite = 8000;
 constexpr long kReadyPercent = 70;  // of the looks at the completion queue
@@ -426,6 +428,7 @@ struct Endpoint : fid_ep {
   AddressVector* av = nullptr;
   EventQueue* eq = nullptr;
   bool keeps_order = false;  // of SENDs
+  uint64_t op_flags = 0;     // of SENDs that are posted without flags
   size_t tx = 0;             // operations in flight that are no RECVs
   std::set<Op*> in_flight;
   std::vector<Piece*> held;         // that the provider gets in any order,
@@ -812,6 +815,21 @@ ssize_t RecvMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
   return Message(kRecv, ep, msg, flags);
 }
 
+// The short forms, of 2_first.
+ssize_t Send(struct fid_ep* ep, const void* data, size_t size, void* desc,
+             fi_addr_t addr, void* context) {
+  struct iovec iov = {const_cast<void*>(data), size};
+  struct fi_msg msg = {&iov, &desc, 1, addr, context, 0};
+  return Message(kSend, ep, &msg, static_cast<Endpoint*>(ep)->op_flags);
+}
+
+ssize_t Recv(struct fid_ep* ep, void* data, size_t size, void* desc,
+             fi_addr_t addr, void* context) {
+  struct iovec iov = {data, size};
+  struct fi_msg msg = {&iov, &desc, 1, addr, context, 0};
+  return Message(kRecv, ep, &msg, 0);
+}
+
 // Leaves at once, and nobody hears what became of it.
 ssize_t Inject(struct fid_ep* fid, const void* data, size_t size,
                fi_addr_t addr) {
@@ -1026,7 +1044,9 @@ struct fi_ops g_ep_fid_ops = {.size = sizeof(g_ep_fid_ops),
                               .control = ControlEndpoint};
 struct fi_ops_cm g_ep_cm = {.size = sizeof(g_ep_cm), .getname = GetName};
 struct fi_ops_msg g_ep_msg = {.size = sizeof(g_ep_msg),
+                              .recv = Recv,
                               .recvmsg = RecvMsg,
+                              .send = Send,
                               .sendmsg = SendMsg,
                               .inject = Inject};
 struct fi_ops_rma g_ep_rma = {
@@ -1244,6 +1264,21 @@ int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
   return 0;
 }
 
+// The short form, of 2_first.
+int RegisterBuffer(struct fid* domain, const void* data, size_t size,
+                   uint64_t access, uint64_t offset, uint64_t key,
+                   uint64_t flags, struct fid_mr** result, void* context) {
+  struct iovec iov = {const_cast<void*>(data), size};
+  struct fi_mr_attr attr = {};
+  attr.mr_iov = &iov;
+  attr.iov_count = 1;
+  attr.access = access;
+  attr.offset = offset;
+  attr.requested_key = key;
+  attr.context = context;
+  return Register(domain, &attr, flags, result);
+}
+
 // ---- Opening ----
 
 // Gives an object of the provider a copy of one of its tables, in which some
@@ -1281,6 +1316,7 @@ int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
   ep->object.real = &real->fid;
   ep->keeps_order =
       info->tx_attr->msg_order & info->rx_attr->msg_order & FI_ORDER_SAS;
+  ep->op_flags = info->tx_attr->op_flags & FI_DELIVERY_COMPLETE;
   ep->fid = {.fclass = FI_CLASS_EP, .context = context, .ops = &g_ep_fid_ops};
   ep->cm = &g_ep_cm;
   ep->msg = &g_ep_msg;
@@ -1300,7 +1336,7 @@ int OpenQueue(struct fid_domain* domain, struct fi_cq_attr* attr,
   if (ret != 0) return ret;
   auto* queue = new Queue;
   queue->object.real = &real->fid;
-  queue->size = attr->size;
+  queue->size = attr->size > 0 ? attr->size : kQueueSize;
   queue->fid = {
       .fclass = FI_CLASS_CQ, .context = context, .ops = &g_cq_fid_ops};
   queue->ops = &g_cq_ops;
@@ -1357,6 +1393,7 @@ int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
   (*domain)->ops->av_open = OpenAddressVector;
   g_real_mr = Replace((*domain)->mr);
   (*domain)->mr->regattr = Register;
+  (*domain)->mr->reg = RegisterBuffer;
   g_real_domain_fid = Replace((*domain)->fid.ops);
   (*domain)->fid.ops->close = CloseDomain;
   return 0;

@@ -10,7 +10,7 @@ import pytest
 import chapters
 import lines
 from chapters import Page
-from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS
+from harness import PROVIDERS, RXM_BUFFERS
 from repository import ROOT, make
 
 PAGES = ["README.md", "scripts/README.md"] + [
@@ -41,7 +41,7 @@ def test_page(check, path):
     assert not messages, "\n".join(messages)
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", chapters.pages_of_programs(ROOT))
 def test_lines(program):
     """Every line of a step is shown, or what it belongs to is named."""
     page = chapters.pages_of_programs(ROOT)[program]

@@ -1,0 +1,133 @@
+"""2_first: what chapters 2 and 4 say about it. It is no program of TABLE: its server takes
+one message and ends, and a client that nobody answers is silent."""
+
+import os
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from harness import BUILD, OVER_VERBS, PROVIDERS, First
+from repository import ROOT
+from table import WRONG_ADDRESSES
+
+PROGRAM = "2_first"
+all_providers = pytest.mark.parametrize(
+    "provider", PROVIDERS, ids=[provider or "default" for provider in PROVIDERS])
+# For a client that nobody answers. 4_hello gives up after 10.
+SILENT = 4  # seconds
+
+
+def end(client):
+    client.signal(signal.SIGKILL)
+    client.wait()
+
+
+@pytest.fixture
+def first(run, build):
+    """Starts a server: first("shm")."""
+    return lambda provider="", **env: First(run, build, PROGRAM, provider, **env)
+
+
+@all_providers
+def test_one_message(first, provider):
+    """Of any length, also of none. What is longer than the buffer is cut."""
+    for text in "Hello, world!", "", "x", "x" * 20000, "x" * 65536:
+        # The client's completion of such a message never comes over shm.
+        if text or provider != "shm":
+            server = first(provider)
+            client = server.check_client(text)
+            assert server.received() == f"{len(text)} bytes: {text}"
+            for process in client, server.process:
+                assert re.search(r"^provider: \S", process.output, re.M)
+    server = first(provider)
+    client = server.start_client("x" * 70000)
+    assert client.wait() == 0 and "\nSent 65536 bytes.\n" in client.output
+    assert server.received() == "65536 bytes: " + "x" * 65536
+
+
+@all_providers
+def test_wrong_addresses(run, build, provider):
+    """It looks at none, so its provider refuses them, or nobody answers."""
+    clients = [run([f"{build}/{PROGRAM}", *address], provider)
+               for address in WRONG_ADDRESSES.values()]
+    time.sleep(2)
+    for client in clients:
+        if client.popen.poll() is None:
+            end(client)
+        else:
+            assert client.wait() == 1, client.output
+            assert re.search("^error: fi_(av_insert|send|cq_read): ", client.output, re.M)
+
+
+@all_providers
+def test_nobody_there(first, provider):
+    """A client whose server has ended is silent. Only sockets says something."""
+    server = first(provider)
+    server.check_client()
+    server.received()
+    client = server.start_client()
+    if provider == "sockets":
+        assert client.wait() == 1 and "error: fi_send: " in client.output
+        return
+    with pytest.raises(subprocess.TimeoutExpired):
+        client.wait(SILENT)
+    # Its only line is still in the buffer of a pipe.
+    assert not client.output
+    end(client)
+
+
+@all_providers
+def test_two_messages(first, provider):
+    """One is printed. The client of the other one may say that it was sent."""
+    server = first(provider)
+    clients = {text: server.start_client(text) for text in ["one", "two"]}
+    received = server.received()
+    assert received in ["3 bytes: one", "3 bytes: two"]
+    client = clients.pop(received[-3:])
+    assert client.wait() == 0 and "\nSent 3 bytes.\n" in client.output
+    [client] = clients.values()
+    try:
+        client.wait(SILENT)
+    except subprocess.TimeoutExpired:
+        end(client)
+
+
+def test_one_digit(first):
+    """Exercise 3 of chapter 2: over tcp, the first digits say what kind of address it is,
+    and nobody looks at the others."""
+    if OVER_VERBS:
+        pytest.skip("about addresses of tcp")
+    server = first()
+    good = server.address
+    server.address = good[1:]
+    client = server.start_client()
+    assert client.wait() == 1
+    assert "error: fi_av_insert: Invalid argument\n" in client.output
+    # A digit of the port.
+    server.address = good[:4] + format(int(good[4], 16) ^ 1, "x") + good[5:]
+    client = server.start_client()
+    with pytest.raises(subprocess.TimeoutExpired):
+        client.wait(SILENT)
+    end(client)
+    server.address = good
+    server.check_client()
+    server.received()
+
+
+@pytest.mark.builds("plain")
+@pytest.mark.skipif(bool(OVER_VERBS), reason="strict.so stands between it and tcp or shm")
+@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+def test_strict(run, first, provider):
+    """It breaks one of EFA's rules: it has no event queue, which chapter 4 brings."""
+    for text in "Hello, world!", "x" * 3000:
+        server = first(provider, LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
+                       STRICT_DIR=run.new_folder())
+        client = server.start_client(text)
+        for process in client, server.process:
+            assert process.wait() == 0, process.output
+            assert set(re.findall("strict: VIOLATION of (.*?):", process.output)) == {"eq"}
+            assert "rules broken: 1 " in process.output
+        assert f"Received {len(text)} bytes: {text}\n" in server.process.output

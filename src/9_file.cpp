@@ -935,7 +935,7 @@ struct WaitingLine {
 
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
-      return visitor.told && Clock::now() - visitor.since > kAskLimit;
+      return Clock::now() - visitor.since > kAskLimit;
     });
   }
 
@@ -1510,8 +1510,8 @@ void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
         });
     if (!served) line.Add(connect);
   }
-  line.RemoveGone();
   line.TellAll(listener.endpoint);
+  line.RemoveGone();
 }
 
 // Runs the server, which saves files in a directory.

@@ -124,11 +124,6 @@ MUTANTS = {
         "who has given up leaves the line", "8_malloc",
         "  line.RemoveGone();\n", "",
         "test_strangers.py test_line"),
-    "given-up-untold": Mutant(
-        "who was never told to wait has not given up", "5_reverse",
-        "return visitor.told && Clock::now() - visitor.since > kAskLimit;",
-        "return Clock::now() - visitor.since > kAskLimit;",
-        "test_strict.py test_slow_endpoints"),
     "tell-when-full": Mutant(
         "a server with places left tells those who wait for one, too", "5_reverse",
         "  line.TellAll(listener.endpoint);\n",

@@ -124,20 +124,20 @@ FIGURES = {
         [(82, 0, "no room yet: libfabric", ""), (82, 1, "has not seen it", ""),
          (290, 2, "the page", "end")]),
     8: Figure(
-        "Who owns it now? A block that the client has borrowed",
-        """Time runs from left to right, in two lanes. A block of the server's pool is the
-        server's until it answers the client's MALLOC: now the block is lent to the client.
+        "Who owns it now? A piece that the client has borrowed",
+        """Time runs from left to right, in two lanes. A piece of the server's pool is the
+        server's until it answers the client's MALLOC: now the piece is lent to the client.
         The client's own place is the client's until it posts a WRITE. From then on both are in
         flight until the WRITE's completion, then both are the client's again. The same
         happens with a READ, which brings the bytes back. When the client posts its FREE, the
-        block is not the client's any more. A READ or WRITE after that, drawn in red, still
-        succeeds, in a block that may be another client's by now.""",
+        piece is not the client's any more. A READ or WRITE after that, drawn in red, still
+        succeeds, in a piece that may be another client's by now.""",
         Lane("a place in the client's pool",
              [(12, "mine", "mine"), (108, "flight", "WRITE"), (188, "mine", "mine"),
               (236, "flight", "READ"), (312, "mine", "mine")],
              [(108, ["post"], "bold"), (188, ["completion"], "bold", 1),
               (236, ["post"], "bold"), (312, ["completion"], "bold", 1)]),
-        Lane("a block of the server's pool",
+        Lane("a piece of the server's pool",
              [(12, "theirs", "theirs"), (64, "mine", "lent"), (108, "flight", "WRITE"),
               (178, "mine", "lent"), (236, "flight", "READ"), (302, "mine", "lent"),
               (356, "theirs", "another client's?")],

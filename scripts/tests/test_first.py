@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness import BUILD, OVER_VERBS, PROVIDERS, First
+from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, First
 from repository import ROOT
 from table import WRONG_ADDRESSES
 
@@ -81,8 +81,10 @@ def test_nobody_there(first, provider):
 
 @all_providers
 def test_two_messages(first, provider):
-    """One is printed. The client of the other one may say that it was sent."""
-    server = first(provider)
+    """One is printed. The client of the other one may say that it was sent, stand still,
+    or end with an error. (libfabric itself leaks where a connection breaks while it is
+    being made.)"""
+    server = first(provider, **LIBFABRIC_LEAKS)
     clients = {text: server.start_client(text) for text in ["one", "two"]}
     received = server.received()
     assert received in ["3 bytes: one", "3 bytes: two"]

@@ -151,17 +151,20 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
+// Called for a signal: the loops end, and a second signal ends the process.
 void HandleSignal(int) {
   g_interrupted = true;
   // A second one, of any kind, ends the process at once.
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
+// Has HandleSignal called for the signals that ask a process to end.
 void InstallSignalHandlers() {
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
   signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
 }
 
+// Throws after a signal that asks us to end.
 void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
@@ -194,6 +197,7 @@ std::string Printable(const std::string& text) {
 // how many there are.
 using Address = std::vector<uint8_t>;
 
+// Returns an address as hexadecimal digits, to be typed into another terminal.
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
@@ -270,6 +274,7 @@ double LinkGbps(const struct fi_info* info) {
   return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
 }
 
+// Describes the adapter, as far as libfabric tells; empty without one.
 std::string DescribeNic(const struct fi_info* info) {
   std::string text;
   if (info->nic != nullptr && info->nic->device_attr != nullptr &&
@@ -385,6 +390,7 @@ struct Buffer {
 // Operations and completions
 // ---------------------------------------------------------------------------
 
+// The kinds of operations.
 enum class RdmaOpType : uint8_t {
   kRecv,
   kSend,
@@ -725,6 +731,7 @@ struct Endpoint {
 
 using Message = std::string;  // any bytes
 
+// The kinds of messages, and who sends them.
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
@@ -757,6 +764,7 @@ struct AppConnectMessage {
 static_assert(std::endian::native == std::endian::little,
               "the numbers in messages are little-endian");
 
+// Returns what to throw for a message that cannot be right.
 std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
@@ -770,6 +778,7 @@ AppMessageBase BaseOf(const Message& message) {
   return base;
 }
 
+// Returns the type of a message; 0 if it is too short to have one.
 AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
 
 // Copies the beginning of a message into a struct that starts with an
@@ -796,6 +805,7 @@ AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
   return connect;
 }
 
+// Returns the address that a CONNECT or an ACCEPT carries.
 Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
@@ -994,6 +1004,7 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
+  // Removes those who have not asked again in time.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
       return Clock::now() - visitor.since > kAskLimit;
@@ -1057,6 +1068,7 @@ struct LogEntry {
   uint32_t count;
 };
 
+// APPEND: write this entry into the log for me.
 struct AppAppendMessage {
   AppMessageBase base;
   LogEntry entry;
@@ -1092,6 +1104,7 @@ struct Ledger {
   uint64_t total;                 // of all changes
   uint64_t changes[kMaxClients];  // by seat
 
+  // Returns the changes of all clients together.
   uint64_t Sum() const {
     return std::accumulate(std::begin(changes), std::end(changes), uint64_t{0});
   }
@@ -1103,6 +1116,7 @@ struct Turn {
   uint64_t ticket;
   uint64_t ledger;
 
+  // Packs both into a word for atomic operations, and unpacks them.
   uint64_t Word() const { return ticket * 256 + ledger; }
   static Turn FromWord(uint64_t word) { return {word / 256, word % 256}; }
 };
@@ -1116,9 +1130,11 @@ struct Record {
   uint64_t checksum;  // of all but itself
   uint8_t data[232];
 
+  // Returns what `checksum` is in a record that is whole.
   uint64_t Checksum() const {
     return XXH3_64bits_withSeed(data, sizeof(data), key * 31 + version);
   }
+  // Returns whether it is whole; one that was never written is.
   bool IsValid() const { return version == 0 || checksum == Checksum(); }
 };
 
@@ -1326,6 +1342,7 @@ struct ServedClient {
     return log.size() - 1;
   }
 
+  // Notes whether the client has finished anything since its last ALIVE.
   void HandleAlive(const Message& message) {
     auto alive = ReadMessage<AppAliveMessage>(message, AppMessageType::kAlive);
     if (alive.finished > finished) worked_at = Clock::now();
@@ -1340,6 +1357,7 @@ struct ServedClient {
     throw std::runtime_error("it does nothing, and others wait");
   }
 
+  // Takes what a client says that it has changed; once.
   void HandleReport(const Message& message) {
     auto report =
         ReadMessage<AppReportMessage>(message, AppMessageType::kReport);
@@ -1448,6 +1466,7 @@ int ServerMain(const char* program) {
   return 0;
 }
 
+// Returns the seconds since a point in time.
 double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
@@ -1468,6 +1487,7 @@ struct OwnRecord {
   uint64_t version;
 };
 
+// What to throw if an entry of the log is missing or wrong.
 constexpr const char* kLogIsWrong = "the log is not as we have written it";
 
 // What the client does with the server's memory.
@@ -1588,11 +1608,13 @@ struct LockClient {
 
   // ---- The log: a place for each entry ----
 
+  // Has the server write the next entry.
   void AppendByMessage() {
     Ask(AppMessageType::kAppend, {joined.client, num_messages});
     ++num_messages;
   }
 
+  // Draws a ticket, and WRITEs the next entry to the place that it names.
   void Append() {
     uint64_t ticket = FetchAdd(offsetof(SharedTable, tickets), 1);
     if (ticket >= kLogSize) {
@@ -1607,6 +1629,7 @@ struct LockClient {
 
   // ---- The ledger: a lock ----
 
+  // Returns whose turn it is, and which ledger is valid.
   Turn ReadTurn() {
     Turn turn = Turn::FromWord(FetchAdd(offsetof(SharedTable, turn), 0));
     if (turn.ledger >= 2 * kMaxClients) throw BadMessage("no such ledger");
@@ -1673,6 +1696,7 @@ struct LockClient {
     return true;
   }
 
+  // READs the ledger that is valid.
   void ReadLedger(const Turn& turn) {
     Do(RdmaOpType::kRead, &memory->ledger, sizeof(Ledger),
        offsetof(SharedTable, ledgers) + turn.ledger * sizeof(Ledger));
@@ -1703,6 +1727,7 @@ struct LockClient {
     return (XXH3_64bits(&key, sizeof(key)) + attempt) % kNumRecords;
   }
 
+  // Returns where a record is in the table.
   static size_t RecordAt(size_t place) {
     return offsetof(SharedTable, records) + place * sizeof(Record);
   }
@@ -1805,6 +1830,7 @@ struct LockClient {
     }
   }
 
+  // Throws if a key is there twice, or a record is not as we have written it.
   void CheckRecords() {
     std::set<uint64_t> keys;
     for (size_t place = 0; place < kNumRecords; ++place) {
@@ -1882,6 +1908,7 @@ int ClientMain(const Address& server_addr, size_t count) {
 // Command line
 // ---------------------------------------------------------------------------
 
+// Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.

@@ -103,17 +103,20 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
+// Called for a signal: the loops end, and a second signal ends the process.
 void HandleSignal(int) {
   g_interrupted = true;
   // A second one, of any kind, ends the process at once.
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
+// Has HandleSignal called for the signals that ask a process to end.
 void InstallSignalHandlers() {
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
   signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
 }
 
+// Throws after a signal that asks us to end.
 void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
@@ -146,6 +149,7 @@ std::string Printable(const std::string& text) {
 // how many there are.
 using Address = std::vector<uint8_t>;
 
+// Returns an address as hexadecimal digits, to be typed into another terminal.
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
@@ -289,6 +293,7 @@ struct Buffer {
 // Operations and completions
 // ---------------------------------------------------------------------------
 
+// The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend };
 
 // Returns the name of an operation, for error messages.
@@ -620,6 +625,7 @@ int ClientMain(const Address& server_addr, const std::string& text) {
 // Command line
 // ---------------------------------------------------------------------------
 
+// Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.

@@ -117,17 +117,20 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
+// Called for a signal: the loops end, and a second signal ends the process.
 void HandleSignal(int) {
   g_interrupted = true;
   // A second one, of any kind, ends the process at once.
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
+// Has HandleSignal called for the signals that ask a process to end.
 void InstallSignalHandlers() {
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
   signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
 }
 
+// Throws after a signal that asks us to end.
 void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
@@ -160,6 +163,7 @@ std::string Printable(const std::string& text) {
 // how many there are.
 using Address = std::vector<uint8_t>;
 
+// Returns an address as hexadecimal digits, to be typed into another terminal.
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
@@ -303,6 +307,7 @@ struct Buffer {
 // Operations and completions
 // ---------------------------------------------------------------------------
 
+// The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend };
 
 // Returns the name of an operation, for error messages.
@@ -544,6 +549,7 @@ struct Endpoint {
 
 using Message = std::string;  // any bytes
 
+// The kinds of messages, and who sends them.
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
@@ -572,6 +578,7 @@ struct AppConnectMessage {
 static_assert(std::endian::native == std::endian::little,
               "the numbers in messages are little-endian");
 
+// Returns what to throw for a message that cannot be right.
 std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
@@ -585,6 +592,7 @@ AppMessageBase BaseOf(const Message& message) {
   return base;
 }
 
+// Returns the type of a message; 0 if it is too short to have one.
 AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
 
 // Copies the beginning of a message into a struct that starts with an
@@ -611,6 +619,7 @@ AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
   return connect;
 }
 
+// Returns the address that a CONNECT or an ACCEPT carries.
 Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
@@ -843,6 +852,7 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
+  // Removes those who have not asked again in time.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
       return Clock::now() - visitor.since > kAskLimit;
@@ -1055,6 +1065,7 @@ int ClientMain(const Address& server_addr, const std::string& text) {
 // Command line
 // ---------------------------------------------------------------------------
 
+// Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.

@@ -124,17 +124,20 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
+// Called for a signal: the loops end, and a second signal ends the process.
 void HandleSignal(int) {
   g_interrupted = true;
   // A second one, of any kind, ends the process at once.
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
+// Has HandleSignal called for the signals that ask a process to end.
 void InstallSignalHandlers() {
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
   signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
 }
 
+// Throws after a signal that asks us to end.
 void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
@@ -167,6 +170,7 @@ std::string Printable(const std::string& text) {
 // how many there are.
 using Address = std::vector<uint8_t>;
 
+// Returns an address as hexadecimal digits, to be typed into another terminal.
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
@@ -344,11 +348,13 @@ struct Buffer {
     FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
   }
 
+  // Copies into the buffer, from host memory.
   void CopyIn(size_t offset, const void* from, size_t len) {
     if (gpu >= 0) return CudaCopy(&data[offset], from, len);
     memcpy(&data[offset], from, len);
   }
 
+  // Copies out of the buffer, to host memory.
   void CopyOut(size_t offset, void* to, size_t len) const {
     if (gpu >= 0) return CudaCopy(to, &data[offset], len);
     memcpy(to, &data[offset], len);
@@ -359,6 +365,7 @@ struct Buffer {
 // Operations and completions
 // ---------------------------------------------------------------------------
 
+// The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
 
 // Returns the name of an operation, for error messages.
@@ -640,6 +647,7 @@ struct Endpoint {
 
 using Message = std::string;  // any bytes
 
+// The kinds of messages, and who sends them.
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
@@ -668,6 +676,7 @@ struct AppConnectMessage {
 static_assert(std::endian::native == std::endian::little,
               "the numbers in messages are little-endian");
 
+// Returns what to throw for a message that cannot be right.
 std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
@@ -681,6 +690,7 @@ AppMessageBase BaseOf(const Message& message) {
   return base;
 }
 
+// Returns the type of a message; 0 if it is too short to have one.
 AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
 
 // Copies the beginning of a message into a struct that starts with an
@@ -707,6 +717,7 @@ AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
   return connect;
 }
 
+// Returns the address that a CONNECT or an ACCEPT carries.
 Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
@@ -939,6 +950,7 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
+  // Removes those who have not asked again in time.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
       return Clock::now() - visitor.since > kAskLimit;
@@ -1092,6 +1104,7 @@ struct ServedClient {
     MakePages();
   }
 
+  // Makes all pages, as the client's seed says.
   void MakePages() {
     size_t page_size = request_msg.page_size;
     size_t size = page_idx.size() * page_size;
@@ -1146,6 +1159,7 @@ struct ServedClient {
     PrintProgress();
   }
 
+  // Prints how far the WRITEs have come, and how fast.
   void PrintProgress() {
     std::chrono::duration<double> seconds = Clock::now() - write_start_at;
     char text[200];
@@ -1336,6 +1350,7 @@ int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages) {
 // Command line
 // ---------------------------------------------------------------------------
 
+// Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
@@ -1419,8 +1434,10 @@ int main(int argc, char** argv) {
 
 #include <cuda_runtime.h>
 
+// Why there is no GPU, in words.
 constexpr const char* kNoGpu = "no GPU";
 
+// Throws if a function of CUDA has failed.
 void CudaCheck(cudaError_t ret, const char* what) {
   if (ret == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
@@ -1432,6 +1449,7 @@ int FindGpu() {
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
 }
 
+// Frees memory of CudaAlloc.
 void CudaFree(void* data) { cudaFree(data); }
 
 // Allocates zeroed memory.
@@ -1477,6 +1495,7 @@ bool CudaFlushWrites(int gpu) {
 
 #else  // Built without CUDA: no GPU is found, and nothing else is called.
 
+// Why there is no GPU, in words.
 constexpr const char* kNoGpu = "built without CUDA";
 
 int FindGpu() { return -1; }
@@ -1500,6 +1519,7 @@ Info GetInfoWithGpu() {
   }
 }
 
+// See its declaration. What has kept it from the GPU is in the answer.
 std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
                        uint64_t access) {
   std::string reason = kNoGpu;

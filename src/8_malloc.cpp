@@ -147,17 +147,20 @@ struct Owned {
 // everything is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
+// Called for a signal: the loops end, and a second signal ends the process.
 void HandleSignal(int) {
   g_interrupted = true;
   // A second one, of any kind, ends the process at once.
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
 }
 
+// Has HandleSignal called for the signals that ask a process to end.
 void InstallSignalHandlers() {
   for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
   signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
 }
 
+// Throws after a signal that asks us to end.
 void CheckInterrupted() {
   if (g_interrupted) throw std::runtime_error("interrupted");
 }
@@ -190,6 +193,7 @@ std::string Printable(const std::string& text) {
 // how many there are.
 using Address = std::vector<uint8_t>;
 
+// Returns an address as hexadecimal digits, to be typed into another terminal.
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
@@ -272,6 +276,7 @@ double LinkGbps(const struct fi_info* info) {
   return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
 }
 
+// Describes the adapter, as far as libfabric tells; empty without one.
 std::string DescribeNic(const struct fi_info* info) {
   std::string text;
   if (info->nic != nullptr && info->nic->device_attr != nullptr &&
@@ -393,6 +398,7 @@ struct Buffer {
 // Operations and completions
 // ---------------------------------------------------------------------------
 
+// The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite, kRead };
 
 // Returns the name of an operation, for error messages.
@@ -687,6 +693,7 @@ struct Endpoint {
 
 using Message = std::string;  // any bytes
 
+// The kinds of messages, and who sends them.
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
@@ -719,6 +726,7 @@ struct AppConnectMessage {
 static_assert(std::endian::native == std::endian::little,
               "the numbers in messages are little-endian");
 
+// Returns what to throw for a message that cannot be right.
 std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
@@ -732,6 +740,7 @@ AppMessageBase BaseOf(const Message& message) {
   return base;
 }
 
+// Returns the type of a message; 0 if it is too short to have one.
 AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
 
 // Copies the beginning of a message into a struct that starts with an
@@ -758,6 +767,7 @@ AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
   return connect;
 }
 
+// Returns the address that a CONNECT or an ACCEPT carries.
 Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
@@ -956,6 +966,7 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
+  // Removes those who have not asked again in time.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
       return Clock::now() - visitor.since > kAskLimit;
@@ -1090,11 +1101,13 @@ struct Allocator {
     return piece_size;
   }
 
+  // Notes that a range is free.
   void AddFree(size_t offset, size_t size) {
     free[offset] = size;
     free_by_size.insert({size, offset});
   }
 
+  // Forgets a free range: it is lent, or part of a larger one.
   void RemoveFree(size_t offset, size_t size) {
     free.erase(offset);
     free_by_size.erase({size, offset});
@@ -1250,6 +1263,7 @@ struct ServedClient {
     return "";
   }
 
+  // Notes whether the client has finished anything since its last ALIVE.
   void HandleAlive(const Message& message) {
     auto alive = ReadMessage<AppAliveMessage>(message, AppMessageType::kAlive);
     if (alive.finished > finished) worked_at = Clock::now();
@@ -1264,6 +1278,7 @@ struct ServedClient {
     throw std::runtime_error("it does nothing, and others wait");
   }
 
+  // Prints how much of the pool the client has, now and then.
   void PrintProgress() {
     Clock::time_point now = Clock::now();
     if (now - reported_at < kReportPeriod || loan.bytes == reported_bytes) {
@@ -1458,6 +1473,7 @@ struct MallocClient {
     return piece;
   }
 
+  // Gives a piece back.
   void RemoteFree(const AppMemoryRegion& piece) {
     Ask({{AppMessageType::kFree}, 0, piece.addr});
   }
@@ -1502,16 +1518,19 @@ struct MallocClient {
                            }});
   }
 
+  // Waits until everything that was posted has completed.
   void WaitForAll() {
     WaitUntil("waiting for READs and WRITEs",
               [this] { return outstanding == 0; });
   }
 };
 
+// Returns the seconds since a point in time.
 double SecondsSince(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
+// Prints how long a transfer took, and how fast that is.
 void PrintRate(const char* what, size_t bytes, double seconds) {
   printf("%s %.3f MB: %.3f s, %.3f Gbps\n", what,
          1e-6 * static_cast<double>(bytes), seconds,
@@ -1577,8 +1596,10 @@ struct Samples {
   uint64_t count = 0;
   double us[1000] = {};
 
+  // Adds the time since `start`.
   void Add(Clock::time_point start) { us[count++] = 1e6 * SecondsSince(start); }
 
+  // Returns whether there are enough samples.
   bool Full() const { return count == std::size(us); }
 
   // The time that `percent` of the samples do not exceed. To be called once
@@ -1684,6 +1705,7 @@ int ClientMain(const Address& server_addr, size_t num_blocks) {
 // Command line
 // ---------------------------------------------------------------------------
 
+// Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
@@ -1758,8 +1780,10 @@ int main(int argc, char** argv) {
 
 #include <cuda_runtime.h>
 
+// Why there is no GPU, in words.
 constexpr const char* kNoGpu = "no GPU";
 
+// Throws if a function of CUDA has failed.
 void CudaCheck(cudaError_t ret, const char* what) {
   if (ret == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
@@ -1771,6 +1795,7 @@ int FindGpu() {
   return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
 }
 
+// Frees memory of CudaAlloc.
 void CudaFree(void* data) { cudaFree(data); }
 
 // Allocates zeroed memory.
@@ -1785,6 +1810,7 @@ Memory CudaAlloc(size_t size) {
 
 #else  // Built without CUDA: no GPU is found, and nothing else is called.
 
+// Why there is no GPU, in words.
 constexpr const char* kNoGpu = "built without CUDA";
 
 int FindGpu() { return -1; }
@@ -1806,6 +1832,7 @@ Info GetInfoWithGpu() {
   }
 }
 
+// See its declaration. What has kept it from the GPU is in the answer.
 std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
                        uint64_t access) {
   std::string reason = kNoGpu;

@@ -641,6 +641,7 @@ struct Session {
   Clock::time_point leave_at;  // until then, the last messages may leave
   // Client: when to ask for a place again; max() until a WAIT tells us to.
   Clock::time_point ask_at = Clock::time_point::max();
+  bool waiting = false;  // client: has been told to
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
@@ -796,24 +797,25 @@ struct Session {
     WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
-    // The server answers at once: with an ACCEPT or, if it has no place for us
-    // yet, with a WAIT.
-    std::optional<Message> message;
-    bool told = false;
-    WaitUntil("waiting for ACCEPT", [&] {
-      if (Clock::now() >= ask_at) {
-        SendAddress(AppMessageType::kConnect);
-        ask_at = Clock::time_point::max();
-      }
-      message = Take();
-      if (!told && ask_at != Clock::time_point::max()) {
-        printf("The server has no place for us yet: waiting\n");
-        told = true;
-      }
-      return message && TypeOf(*message) == AppMessageType::kAccept;
-    });
+    WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
+  }
+
+  // Client: returns whether the server has accepted us. It answers at once: with
+  // an ACCEPT or, if it has no place for us yet, with a WAIT.
+  bool IsAccepted() {
+    if (Clock::now() >= ask_at) {
+      SendAddress(AppMessageType::kConnect);
+      ask_at = Clock::time_point::max();
+    }
+    std::optional<Message> message = Take();
+    if (!waiting && ask_at != Clock::time_point::max()) {
+      printf("The server has no place for us yet: waiting\n");
+      waiting = true;
+    }
+    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
+    return true;
   }
 
   // Client: tells the server that we want nothing more, which spares it waiting
@@ -922,8 +924,10 @@ struct ServedClient {
     size_t completions = session.Poll();
     try {
       while (std::optional<Message> message = session.Take()) {
-        done = TypeOf(*message) == AppMessageType::kBye;
-        if (done) return completions;
+        if (TypeOf(*message) == AppMessageType::kBye) {
+          done = true;
+          return completions;
+        }
         HandleRequest(*message);
       }
     } catch (const std::exception& e) {

@@ -259,6 +259,7 @@ struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> handle;
+  std::random_device random;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -278,8 +279,7 @@ struct Domain {
   }
 
   // Returns a key that no stranger guesses, as wide as the provider's keys are.
-  uint64_t RandomKey() const {
-    std::random_device random;
+  uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
     size_t bits = 8 * info->domain_attr->mr_key_size;
     return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
@@ -739,6 +739,7 @@ struct Session {
   Clock::time_point leave_at;  // until then, the last messages may leave
   // Client: when to ask for a place again; max() until a WAIT tells us to.
   Clock::time_point ask_at = Clock::time_point::max();
+  bool waiting = false;  // client: has been told to
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
@@ -894,24 +895,25 @@ struct Session {
     WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
-    // The server answers at once: with an ACCEPT or, if it has no place for us
-    // yet, with a WAIT.
-    std::optional<Message> message;
-    bool told = false;
-    WaitUntil("waiting for ACCEPT", [&] {
-      if (Clock::now() >= ask_at) {
-        SendAddress(AppMessageType::kConnect);
-        ask_at = Clock::time_point::max();
-      }
-      message = Take();
-      if (!told && ask_at != Clock::time_point::max()) {
-        printf("The server has no place for us yet: waiting\n");
-        told = true;
-      }
-      return message && TypeOf(*message) == AppMessageType::kAccept;
-    });
+    WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
+  }
+
+  // Client: returns whether the server has accepted us. It answers at once: with
+  // an ACCEPT or, if it has no place for us yet, with a WAIT.
+  bool IsAccepted() {
+    if (Clock::now() >= ask_at) {
+      SendAddress(AppMessageType::kConnect);
+      ask_at = Clock::time_point::max();
+    }
+    std::optional<Message> message = Take();
+    if (!waiting && ask_at != Clock::time_point::max()) {
+      printf("The server has no place for us yet: waiting\n");
+      waiting = true;
+    }
+    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
+    return true;
   }
 
   // Client: tells the server that we want nothing more, which spares it waiting
@@ -1053,9 +1055,11 @@ struct ServedClient {
     size_t completions = session.Poll();
     try {
       while (std::optional<Message> message = session.Take()) {
-        done = TypeOf(*message) == AppMessageType::kBye;
-        if (done) HandleBye();
-        if (done) return completions;
+        if (TypeOf(*message) == AppMessageType::kBye) {
+          HandleBye();
+          done = true;
+          return completions;
+        }
         HandleRequest(*message);
       }
     } catch (const std::exception& e) {
@@ -1120,7 +1124,6 @@ struct ServedClient {
 
   // Posts the next WRITEs, if it is time for them.
   void ContinuePostWrite() {
-    size_t page_size = request_msg.page_size;
     while (posted_write_ops < total_write_ops) {
       // Immediate data tells the client that all is there, but WRITEs may
       // arrive in any order. So the last one waits until all others have
@@ -1128,24 +1131,29 @@ struct ServedClient {
       bool last = posted_write_ops + 1 == total_write_ops;
       size_t outstanding = posted_write_ops - finished_write_ops;
       if (outstanding >= (last ? 1 : kMaxOutstandingWrites)) return;
-      size_t i = posted_write_ops;
-      RdmaOp write = {.type = RdmaOpType::kWrite,
-                      .peer = session.peer,
-                      .buf = &*source,
-                      .len = page_size,
-                      .offset = i * page_size,
-                      .remote_addr = request_msg.addr + page_idx[i] * page_size,
-                      .remote_key = request_msg.rkey,
-                      .imm_data = last ? request_msg.imm_data : 0,
-                      .callback = [this](const RdmaOp& op) {
-                        op.Check();
-                        ++finished_write_ops;
-                        if (finished_write_ops == total_write_ops)
-                          PrintProgress();
-                      }};
-      if (!session.endpoint.Post(std::move(write))) return;
+      if (!PostWrite(posted_write_ops)) return;
       ++posted_write_ops;
     }
+  }
+
+  // Posts the WRITE of a page. Returns false if there is no room for it now.
+  bool PostWrite(size_t i) {
+    size_t page_size = request_msg.page_size;
+    bool last = i + 1 == total_write_ops;
+    return session.endpoint.Post(
+        {.type = RdmaOpType::kWrite,
+         .peer = session.peer,
+         .buf = &*source,
+         .len = page_size,
+         .offset = i * page_size,
+         .remote_addr = request_msg.addr + page_idx[i] * page_size,
+         .remote_key = request_msg.rkey,
+         .imm_data = last ? request_msg.imm_data : 0,
+         .callback = [this](const RdmaOp& op) {
+           op.Check();
+           ++finished_write_ops;
+           if (finished_write_ops == total_write_ops) PrintProgress();
+         }});
   }
 
   // The client may see the last WRITE, and say BYE, before we see its

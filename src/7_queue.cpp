@@ -300,6 +300,7 @@ struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> handle;
+  std::random_device random;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -319,8 +320,7 @@ struct Domain {
   }
 
   // Returns a key that no stranger guesses, as wide as the provider's keys are.
-  uint64_t RandomKey() const {
-    std::random_device random;
+  uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
     size_t bits = 8 * info->domain_attr->mr_key_size;
     return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
@@ -809,6 +809,7 @@ struct Session {
   Clock::time_point leave_at;  // until then, the last messages may leave
   // Client: when to ask for a place again; max() until a WAIT tells us to.
   Clock::time_point ask_at = Clock::time_point::max();
+  bool waiting = false;  // client: has been told to
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
@@ -932,24 +933,25 @@ struct Session {
     endpoint.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
-    // The server answers at once: with an ACCEPT or, if it has no place for us
-    // yet, with a WAIT.
-    std::optional<Message> message;
-    bool told = false;
-    endpoint.WaitUntil("waiting for ACCEPT", [&] {
-      if (Clock::now() >= ask_at) {
-        SendAddress(AppMessageType::kConnect);
-        ask_at = Clock::time_point::max();
-      }
-      message = Take();
-      if (!told && ask_at != Clock::time_point::max()) {
-        printf("The server has no place for us yet: waiting\n");
-        told = true;
-      }
-      return message && TypeOf(*message) == AppMessageType::kAccept;
-    });
+    endpoint.WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
+  }
+
+  // Client: returns whether the server has accepted us. It answers at once: with
+  // an ACCEPT or, if it has no place for us yet, with a WAIT.
+  bool IsAccepted() {
+    if (Clock::now() >= ask_at) {
+      SendAddress(AppMessageType::kConnect);
+      ask_at = Clock::time_point::max();
+    }
+    std::optional<Message> message = Take();
+    if (!waiting && ask_at != Clock::time_point::max()) {
+      printf("The server has no place for us yet: waiting\n");
+      waiting = true;
+    }
+    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
+    return true;
   }
 
   // Client: tells the server that we want nothing more, which spares it waiting
@@ -1122,9 +1124,11 @@ struct ServedClient {
     size_t completions = session.endpoint.PollCompletion();
     try {
       while (std::optional<Message> message = session.Take()) {
-        done = TypeOf(*message) == AppMessageType::kBye;
-        if (done) HandleBye();
-        if (done) return completions;
+        if (TypeOf(*message) == AppMessageType::kBye) {
+          HandleBye();
+          done = true;
+          return completions;
+        }
         HandleRequest(*message);
       }
       if (state == State::kWaitMemory) AllocSource();
@@ -1232,24 +1236,30 @@ struct ServedClient {
       bool last = posted_write_ops + 1 == total_write_ops;
       size_t outstanding = posted_write_ops - finished_write_ops;
       if (outstanding >= (last ? 1 : max_outstanding)) return;
-      size_t i = posted_write_ops % page_idx.size();
-      RdmaOp write = {.type = RdmaOpType::kWrite,
-                      .peer = session.peer,
-                      .buf = &*source,
-                      .len = page_size,
-                      .offset = i * page_size,
-                      .remote_addr = request_msg.addr + page_idx[i] * page_size,
-                      .remote_key = request_msg.rkey,
-                      .imm_data = last ? request_msg.imm_data : 0,
-                      .callback = [this](const RdmaOp& op) {
-                        op.Check();
-                        ++finished_write_ops;
-                        if (finished_write_ops == total_write_ops)
-                          FinishWrite();
-                      }};
-      session.endpoint.Post(std::move(write));
-      ++posted_write_ops;
+      PostWrite(posted_write_ops++);
     }
+  }
+
+  // Posts the WRITE with a number: of a page, in the first round or in a later
+  // one.
+  void PostWrite(size_t write) {
+    size_t page_size = request_msg.page_size;
+    size_t i = write % page_idx.size();
+    bool last = write + 1 == total_write_ops;
+    session.endpoint.Post(
+        {.type = RdmaOpType::kWrite,
+         .peer = session.peer,
+         .buf = &*source,
+         .len = page_size,
+         .offset = i * page_size,
+         .remote_addr = request_msg.addr + page_idx[i] * page_size,
+         .remote_key = request_msg.rkey,
+         .imm_data = last ? request_msg.imm_data : 0,
+         .callback = [this](const RdmaOp& op) {
+           op.Check();
+           ++finished_write_ops;
+           if (finished_write_ops == total_write_ops) FinishWrite();
+         }});
   }
 
   // Called once, when the last WRITE has completed.

@@ -302,6 +302,7 @@ struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> handle;
+  std::random_device random;
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -321,8 +322,7 @@ struct Domain {
   }
 
   // Returns a key that no stranger guesses, as wide as the provider's keys are.
-  uint64_t RandomKey() const {
-    std::random_device random;
+  uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
     size_t bits = 8 * info->domain_attr->mr_key_size;
     return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
@@ -787,6 +787,7 @@ struct Session {
   Clock::time_point leave_at;  // until then, the last messages may leave
   // Client: when to ask for a place again; max() until a WAIT tells us to.
   Clock::time_point ask_at = Clock::time_point::max();
+  bool waiting = false;  // client: has been told to
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
@@ -910,24 +911,25 @@ struct Session {
     endpoint.WaitUntil(
         "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
     printf("Sent CONNECT message to server\n");
-    // The server answers at once: with an ACCEPT or, if it has no place for us
-    // yet, with a WAIT.
-    std::optional<Message> message;
-    bool told = false;
-    endpoint.WaitUntil("waiting for ACCEPT", [&] {
-      if (Clock::now() >= ask_at) {
-        SendAddress(AppMessageType::kConnect);
-        ask_at = Clock::time_point::max();
-      }
-      message = Take();
-      if (!told && ask_at != Clock::time_point::max()) {
-        printf("The server has no place for us yet: waiting\n");
-        told = true;
-      }
-      return message && TypeOf(*message) == AppMessageType::kAccept;
-    });
+    endpoint.WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
+  }
+
+  // Client: returns whether the server has accepted us. It answers at once: with
+  // an ACCEPT or, if it has no place for us yet, with a WAIT.
+  bool IsAccepted() {
+    if (Clock::now() >= ask_at) {
+      SendAddress(AppMessageType::kConnect);
+      ask_at = Clock::time_point::max();
+    }
+    std::optional<Message> message = Take();
+    if (!waiting && ask_at != Clock::time_point::max()) {
+      printf("The server has no place for us yet: waiting\n");
+      waiting = true;
+    }
+    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
+    return true;
   }
 
   // Client: tells the server that we want nothing more, which spares it waiting
@@ -1202,8 +1204,10 @@ struct ServedClient {
       while (session.unsent == 0) {
         std::optional<Message> message = session.Take();
         if (!message) break;
-        done = TypeOf(*message) == AppMessageType::kBye;
-        if (done) return completions;
+        if (TypeOf(*message) == AppMessageType::kBye) {
+          done = true;
+          return completions;
+        }
         HandleRequest(*message);
       }
     } catch (const std::exception& e) {

@@ -211,7 +211,7 @@ MUTANTS = {
         "test_reorder.py test_late_writes and 7_queue"),
     "early-bye": Mutant(
         "a BYE may overtake a completion", "6_write",
-        "if (done) HandleBye();", "",
+        "          HandleBye();\n", "",
         "test_reorder.py test_late_completions and 6_write"),
     "no-immediate-data": Mutant(
         "a provider without immediate data is refused", "6_write",
@@ -235,8 +235,8 @@ MUTANTS = {
         "test_programs.py test_slow_cable"),
     "failed-write": Mutant(
         "a WRITE that has failed ends the session", "7_queue",
-        "op.Check();\n                        ++finished_write_ops;",
-        "(void)op;\n                        ++finished_write_ops;",
+        "op.Check();\n           ++finished_write_ops;",
+        "(void)op;\n           ++finished_write_ops;",
         "test_messages.py test_memory_that_is_not_there and 7_queue"),
     "batch": Mutant(
         "a batch of completions is finished", "7_queue",

@@ -1311,6 +1311,7 @@ struct ServedClient {
     return completions;
   }
 
+  // Does what the client asks for, and answers.
   void HandleRequest(const Message& message) {
     AppMessageType type = TypeOf(message);
     if (type == AppMessageType::kAlive) return HandleAlive(message);
@@ -1390,6 +1391,7 @@ void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
   line.RemoveGone();
 }
 
+// Runs the server, until a signal ends it.
 int ServerMain(const char* program) {
   Domain domain(GetInfo());
   SharedMemory memory(domain);
@@ -1871,6 +1873,7 @@ void Repeat(LockClient& client, const char* what, size_t count,
   PrintLine(stdout, client.joined.client, text);
 }
 
+// Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, size_t count) {
   Domain domain(GetInfo());
   LockClient client(domain);

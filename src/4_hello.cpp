@@ -560,6 +560,7 @@ void PostRecvs(Endpoint& endpoint, std::vector<Buffer*>& free_bufs) {
   }
 }
 
+// Runs the server, until a signal ends it.
 int ServerMain(const char* program) {
   Domain domain(GetInfo());
   std::deque<Buffer> bufs;
@@ -586,6 +587,7 @@ int ServerMain(const char* program) {
   return 0;
 }
 
+// Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, const std::string& text) {
   Domain domain(GetInfo());
   if (text.size() > domain.MaxMessageSize()) {

@@ -938,6 +938,7 @@ struct ServedClient {
     return completions;
   }
 
+  // Answers the text of the client with the same text, reversed.
   void HandleRequest(const Message& message) {
     auto base = ReadMessage<AppMessageBase>(message, AppMessageType::kText);
     std::string text = message.substr(sizeof(base));
@@ -970,6 +971,7 @@ void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
   line.RemoveGone();
 }
 
+// Runs the server, until a signal ends it.
 int ServerMain(const char* program) {
   Domain domain(GetInfo());
   Session listener(domain);
@@ -1046,6 +1048,7 @@ void ReverseText(Session& session, const std::string& text) {
   printf("The text is correct.\n");
 }
 
+// Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, const std::string& text) {
   Domain domain(GetInfo());
   size_t max_size = domain.MaxMessageSize() - sizeof(AppMessageBase);

@@ -1207,6 +1207,7 @@ void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
   line.RemoveGone();
 }
 
+// Runs the server, until a signal ends it.
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
   CheckImmediateData(domain);
@@ -1299,6 +1300,7 @@ void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
   printf("Data is correct.\n");
 }
 
+// Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages) {
   Domain domain(GetInfoWithGpu());
   CheckImmediateData(domain);

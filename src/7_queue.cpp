@@ -1341,6 +1341,7 @@ void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
   line.RemoveGone();
 }
 
+// Runs the server, until a signal ends it.
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
   CheckImmediateData(domain);
@@ -1448,6 +1449,7 @@ void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
   printf("Data is correct.\n");
 }
 
+// Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, size_t page_size, size_t num_pages,
                size_t total_repeat) {
   Domain domain(GetInfoWithGpu());

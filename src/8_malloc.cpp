@@ -1219,6 +1219,7 @@ struct ServedClient {
     return completions;
   }
 
+  // Does what the client asks for, and answers.
   void HandleRequest(const Message& message) {
     AppMessageType type = TypeOf(message);
     if (type == AppMessageType::kAlive) return HandleAlive(message);
@@ -1318,6 +1319,7 @@ void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
   line.RemoveGone();
 }
 
+// Runs the server, until a signal ends it.
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
   Pool pool(domain, kPoolSize);
@@ -1680,6 +1682,7 @@ void Measure(MallocClient& client, Domain& domain, std::optional<Buffer>& own) {
   for (size_t at : {offset, born_at, back_at}) client.allocator.Free(at);
 }
 
+// Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, size_t num_blocks) {
   // Our own pool is in host memory, but the server's may be on a GPU.
   Domain domain(GetInfoWithGpu());

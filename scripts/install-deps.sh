@@ -61,7 +61,7 @@ for group in "$@"; do
       need socat socat command -v socat
       ;;
     rdma)
-      # The libraries of verbs, and the tools of chapter 3.
+      # The libraries of verbs, and the tools of chapters/appendix_setup.md.
       need "rdma-core ibverbs-providers ibverbs-utils" \
         "rdma-core libibverbs libibverbs-utils" command -v ibv_devinfo
       need iproute2 iproute command -v rdma

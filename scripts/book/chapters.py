@@ -118,7 +118,7 @@ def read(path):
 
 
 # In the order in which they are read. Others follow.
-APPENDICES = ["appendix_own", "appendix_memory", "appendix_providers"]
+APPENDICES = ["appendix_own", "appendix_memory", "appendix_providers", "appendix_setup"]
 
 
 def is_appendix(name):

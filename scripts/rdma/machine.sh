@@ -28,7 +28,8 @@ package=$(apt-cache depends linux-image-amd64 2>/dev/null |
   sed -n 's/^ *Depends: \(linux-image-[0-9].*\)$/\1/p' | head -n 1)
 [ -n "$package" ] || {
   echo "error: this takes Debian's package linux-image-amd64, and apt does not know" \
-    "it; a kernel with rdma_rxe needs no virtual machine: see chapter 3" >&2
+    "it; a kernel with rdma_rxe needs no virtual machine: see" \
+    "chapters/appendix_setup.md" >&2
   exit 1
 }
 version=${package#linux-image-}

@@ -118,7 +118,8 @@ def read(path):
 
 
 # In the order in which they are read. Others follow.
-APPENDICES = ["appendix_own", "appendix_memory", "appendix_providers", "appendix_setup"]
+APPENDICES = ["appendix_own", "appendix_queue", "appendix_memory",
+              "appendix_providers"]
 
 
 def is_appendix(name):

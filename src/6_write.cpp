@@ -952,10 +952,12 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
-  // Removes those who have not asked again in time.
+  // Removes those who have given up: they have not asked again in time, or could
+  // not be told to.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
-      return Clock::now() - visitor.since > kAskLimit;
+      auto limit = visitor.told ? kAskLimit : kSilenceLimit;
+      return Clock::now() - visitor.since > limit;
     });
   }
 
@@ -966,7 +968,6 @@ struct WaitingLine {
     for (Visitor& visitor : visitors) {
       if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
-      visitor.since = Clock::now();
       if (visitor.addr == FI_ADDR_UNSPEC) {
         visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
       }
@@ -974,6 +975,7 @@ struct WaitingLine {
       // If there is no room for it now, this one is told in the next round.
       visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
                                visitor.addr) != -FI_EAGAIN;
+      if (visitor.told) visitor.since = Clock::now();
     }
   }
 };

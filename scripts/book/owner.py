@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 """Draws the figure "Who owns it now?" of each chapter with a program, chapters/N_owner.svg.
 All have the same two lanes, mine above and theirs below. A lane's colour says who may
-touch that memory, and four events change it: post, completion, notification, answer.
+touch that memory, and four events change it: post, completion, notification, answer
+(chapter 9's is a credit).
 
 Usage: scripts/book/owner.py [--check]
 With --check, changes nothing, and fails if a figure is not what this would draw."""
@@ -151,9 +152,9 @@ FIGURES = {
         while a thread reads chunk 0 into it, in flight from the post of the WRITE until its
         completion, and then the sender's again: a thread reads its next chunk, 8. The slot
         of the receiver's into which it goes was lent to the sender. It is in flight until
-        the notification, then the receiver's, which saves the chunk. Only its answer, a
-        credit, lends that slot to the sender again. With both, the chunk and the credit, the
-        sender posts the next WRITE.""",
+        the notification, then the receiver's, which saves the chunk. Only its credit lends
+        that slot to the sender again. With both, the chunk and the credit, the sender posts
+        the next WRITE.""",
         Lane("a slot of the sender's",
              [(12, "mine", "reads chunk 0"), (128, "flight", "in flight"),
               (238, "mine", "reads chunk 8"), (424, "flight", "in flight")],
@@ -163,10 +164,10 @@ FIGURES = {
              [(12, "mine", "lent to me"), (128, "flight", "in flight"),
               (218, "theirs", "saves chunk 0"), (374, "mine", "lent"),
               (424, "flight", "in flight")],
-             [(218, ["notification"], "bold"), (374, ["answer"], "bold")]),
+             [(218, ["notification"], "bold"), (374, ["credit"], "bold")]),
         [("data", 138, 210), ("reply", 218, 234), ("call up", 346, 372),
          ("data", 434, 500)],
-        [(158, 2, "chunk 0", "end"), (342, 1, "a credit", "end"),
+        [(158, 2, "chunk 0", "end"), (342, 1, "CREDIT", "end"),
          (458, 2, "chunk 8", "end")]),
     10: Figure(
         "Who owns it now? A ledger, and the swap that makes it everybody's",

@@ -73,18 +73,32 @@ def test_4_hello_knows_no_sender(run, tmp_path):
 
 
 @ends_in_a_rendezvous
-def test_5_reverse_killed(run):
+def test_5_reverse_killed(run, tmp_path):
     """A client that is killed while it stands still: the server notices the silence,
-    and goes on."""
-    server = Server(run, BUILD, "5_reverse")
+    says what is in flight to it, and goes on."""
+    page = Page(ROOT, "chapters/5_reverse.md")
+    new, printed = ["\n".join(block.lines) for block in page.blocks
+                    if block.info == "text" and "SENDs in flight" in block.lines[0]]
+    source = read(f"{ROOT}/src/5_reverse.cpp")
+    old = re.search(r'^ *PrintLine\(stderr, client->number, "error: [^;]*;\n', source,
+                    re.M)[0]
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src" / "5_reverse.cpp").write_text(source.replace(old, f"{old}{new}\n"))
+    shutil.copy(f"{ROOT}/Makefile", tmp_path)
+    make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0", "build/5_reverse")
+    server = Server(run, f"{tmp_path}/build", "5_reverse",
+                    "shm" if "shm" in PROVIDERS else "")
     still = subprocess.Popen(
         ["timeout", "-s", "KILL", "2", server.path, server.address, "x" * 65528],
-        stdout=subprocess.PIPE)
+        stdout=subprocess.PIPE,
+        env={**os.environ, **({"FI_PROVIDER": "shm"} if "shm" in PROVIDERS else {})})
     server.process.wait_for(r"^\[1\] Received CONNECT")
     server.check_client()
     still.wait()
     still.communicate()
     server.process.wait_for(r"^\[1\] error: ", 30)
+    if "shm" in PROVIDERS:
+        server.process.wait_for(f"^{re.escape(printed)}$")
     server.check_client()
     server.stop()
 

@@ -936,8 +936,8 @@ struct Session {
     endpoint.WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
   }
 
-  // Client: returns whether the server has accepted us. It answers at once: with
-  // an ACCEPT or, if it has no place for us yet, with a WAIT.
+  // Client: returns whether the server has accepted us. It answers at once:
+  // with an ACCEPT or, if it has no place for us yet, with a WAIT.
   bool IsAccepted() {
     if (Clock::now() >= ask_at) {
       SendAddress(AppMessageType::kConnect);
@@ -990,8 +990,8 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
-  // Removes those who have given up: they have not asked again in time, or could
-  // not be told to.
+  // Removes those who have given up: they have not asked again in time, or
+  // could not be told to.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
       auto limit = visitor.told ? kAskLimit : kSilenceLimit;

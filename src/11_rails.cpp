@@ -1,0 +1,2055 @@
+// 11_rails: one transfer over several adapters.
+//
+// A rail is an endpoint in a domain of its own. Each takes the next page when it
+// has room, so a faster one takes more. If one fails, others take its pages.
+//
+// Based on 7_queue.
+
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <charconv>
+#include <chrono>
+#include <clocale>
+#include <cmath>
+#include <cwchar>
+#include <cwctype>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <new>
+#include <numeric>
+#include <optional>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// ---------------------------------------------------------------------------
+// Constants
+// ---------------------------------------------------------------------------
+
+// The version of libfabric's interface that we ask for: the newest that we
+// know, but no newer than the headers, because an older library would offer
+// nothing.
+constexpr uint32_t kApiVersion =
+    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
+
+// What this program uses of libfabric: the capabilities of fi_getinfo(3).
+constexpr uint64_t kCaps = FI_MSG | FI_RMA;
+
+constexpr size_t kMaxAddressSize = 256;           // bytes
+constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
+constexpr size_t kBufferAlign = 4096;             // bytes
+constexpr size_t kHugePageSize = 2 << 20;         // bytes
+constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kSpareOps = 16;                  // rest before they are reused
+constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
+constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
+
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
+constexpr auto kAskLimit = 3s;        // without one, that client has given up
+constexpr auto kTellAfter = 100ms;    // in line, a client is told to wait
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+
+constexpr size_t kMaxPageSize = 16 << 20;     // bytes
+constexpr size_t kMaxTransfer = 512 << 20;    // bytes, all pages of all clients
+constexpr size_t kMaxRepeat = 1'000'000'000;  // times that pages are written
+
+// Limits of the WRITEs in flight to a client. Without the limit in bytes, a
+// message would have to queue behind gigabytes. Most providers have no room for
+// so many WRITEs, and say so; the limit in WRITEs is for those that never do.
+constexpr size_t kMaxOutstandingWrites = 4096;
+constexpr size_t kMaxOutstandingBytes = 16 << 20;
+
+// The same for each of several rails: at the end of a transfer, all others have
+// to wait for what the slowest one has taken.
+constexpr size_t kMaxOutstandingRailBytes = 512 << 10;
+
+// A rail has failed if nothing completes on it for so long, and for as long as
+// the slowest link that we can think of takes for what is in flight.
+constexpr auto kRailLimit = 4s;
+constexpr size_t kSlowestLink = 1'000'000;  // bytes per second
+
+// WRITEs that are posted each time that the completion queue is read.
+constexpr size_t kWritesPerPoll = 16;
+
+// After so many polls without a completion, a loop gives the core to others.
+// Not after each poll: one may move data without completing anything, and the
+// others may keep the core for long.
+constexpr size_t kPollsPerYield = 64;
+
+constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
+constexpr auto kReportPeriod = 1s;   // between two reports of progress
+
+// ---------------------------------------------------------------------------
+// Errors, signals, text
+// ---------------------------------------------------------------------------
+
+// Describes an error number of libfabric (fi_errno(3)).
+std::string ErrorText(int error) {
+  std::string text = fi_strerror(error);
+  if (error == FI_ENOMEM) {
+    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
+  }
+  return text;
+}
+
+// Throws if a function of libfabric has failed. Such functions return 0 or a
+// count if all went well, otherwise a negative error number.
+void FiCheck(ssize_t ret, const std::string& what) {
+  if (ret >= 0) return;
+  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+}
+
+// Owns an object of libfabric, and closes it. C++ destroys the members of a
+// struct in reverse order, so each object is declared after those that it uses.
+template <typename T>
+struct Owned {
+  T* ptr = nullptr;
+
+  Owned() = default;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  operator T*() const { return ptr; }
+  ~Owned() {
+    int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
+    if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
+  }
+};
+
+// Set by the first signal that asks us to end. All loops look at it, so that
+// everything is closed on the way out.
+std::atomic<bool> g_interrupted = false;
+
+// Called for a signal: the loops end, and a second signal ends the process.
+void HandleSignal(int) {
+  g_interrupted = true;
+  // A second one, of any kind, ends the process at once.
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
+}
+
+// Has HandleSignal called for the signals that ask a process to end.
+void InstallSignalHandlers() {
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+}
+
+// Throws after a signal that asks us to end.
+void CheckInterrupted() {
+  if (g_interrupted) throw std::runtime_error("interrupted");
+}
+
+// Replaces whatever in a text from the other side could deceive on a terminal:
+// control characters, marks that reverse the direction of writing, and bytes
+// that are no UTF-8.
+std::string Printable(const std::string& text) {
+  std::string printable;
+  for (size_t i = 0; i < text.size();) {
+    wchar_t character = 0;
+    std::mbstate_t state = {};
+    size_t left = text.size() - i;
+    size_t len = std::mbrtowc(&character, &text[i], left, &state);
+    bool good = len <= left && !std::iswcntrl(character) &&
+                (character < 0x2028 || character > 0x202e) &&
+                (character < 0x2066 || character > 0x2069);
+    if (!good) len = 1;
+    printable += good ? text.substr(i, len) : "?";
+    i += len;
+  }
+  return printable;
+}
+
+// ---------------------------------------------------------------------------
+// Addresses
+// ---------------------------------------------------------------------------
+
+// The address of an endpoint. Only its provider knows what the bytes mean, and
+// how many there are.
+using Address = std::vector<uint8_t>;
+
+// Returns an address as hexadecimal digits, to be typed into another terminal.
+std::string ToHex(const Address& address) {
+  std::string hex;
+  for (uint8_t byte : address) {
+    char digits[3];
+    snprintf(digits, sizeof(digits), "%02x", byte);
+    hex += digits;
+  }
+  return hex;
+}
+
+// Does the reverse of ToHex. Throws std::invalid_argument, which main() takes
+// for a wrong command line.
+Address ParseAddress(const std::string& hex) {
+  if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
+      hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
+    throw std::invalid_argument(
+        "ADDRESS is not an even number of hexadecimal digits, " +
+        std::to_string(2 * kMaxAddressSize) + " at most: \"" +
+        hex.substr(0, 80) + "\"");
+  }
+  Address address;
+  for (size_t i = 0; i < hex.size(); i += 2) {
+    address.push_back(
+        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
+  }
+  return address;
+}
+
+// Splits a list with commas in between.
+std::vector<std::string> Split(const std::string& text) {
+  std::vector<std::string> parts;
+  for (size_t at = 0; at <= text.size();) {
+    size_t end = std::min(text.find(',', at), text.size());
+    parts.push_back(text.substr(at, end - at));
+    at = end + 1;
+  }
+  return parts;
+}
+
+// ---------------------------------------------------------------------------
+// Domain and buffers
+// ---------------------------------------------------------------------------
+
+// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
+std::string ProviderSetting() {
+  const char* provider = getenv("FI_PROVIDER");
+  return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
+}
+
+// What fi_getinfo(3) says about an interface, and about those after it; and the
+// function that frees it.
+using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+
+// Asks libfabric for the interfaces that can do what we need (`caps`), the best
+// first. FI_PROVIDER narrows the choice, and so does `same`, to its provider.
+Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
+  Info hints(fi_allocinfo(), fi_freeinfo);
+  if (hints == nullptr) throw std::bad_alloc();
+  hints->caps = caps;
+  // Reliable, whole messages, and one endpoint for any number of peers.
+  hints->ep_attr->type = FI_EP_RDM;
+  // Demands that we can meet. The answer keeps what the provider insists on.
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // Messages to the same peer must arrive in the order of their SENDs.
+  hints->tx_attr->msg_order = FI_ORDER_SAS;
+  hints->rx_attr->msg_order = FI_ORDER_SAS;
+  if (same != nullptr) {
+    hints->fabric_attr->prov_name = strdup(same->fabric_attr->prov_name);
+  }
+
+  struct fi_info* info = nullptr;
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+          ProviderSetting() +
+              "fi_getinfo finds no interface that can do what this "
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
+              "needs room in /dev/shm)");
+  return Info(info, fi_freeinfo);
+}
+
+// Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
+// have a NIC: the software providers leave it null.
+double LinkGbps(const struct fi_info* info) {
+  if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
+  return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
+}
+
+// Describes the adapter, as far as libfabric tells; empty without one.
+std::string DescribeNic(const struct fi_info* info) {
+  std::string text;
+  if (info->nic != nullptr && info->nic->device_attr != nullptr &&
+      info->nic->device_attr->name != nullptr) {
+    text += ", nic: " + std::string(info->nic->device_attr->name);
+  }
+  if (LinkGbps(info) > 0) {
+    text += ", link: " + std::to_string(std::lround(LinkGbps(info))) + "Gbps";
+  }
+  return text;
+}
+
+// Describes an interface in one line.
+std::string Describe(const struct fi_info* info) {
+  return "domain: " + std::string(info->domain_attr->name) +
+         ", fabric: " + info->fabric_attr->name +
+         ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
+}
+
+// An interface that has been opened: its fabric, which is the network, and its
+// domain, which is our access to the adapter.
+struct Domain {
+  Info info;
+  Owned<struct fid_fabric> fabric;
+  Owned<struct fid_domain> handle;
+  std::random_device random;
+  // Makes a WRITE complete only when the data is in the peer's memory.
+  uint64_t write_flags = FI_DELIVERY_COMPLETE;
+
+  // Opens the first interface of a list.
+  explicit Domain(Info list) : info(std::move(list)) {
+    printf("%s\n", Describe(info.get()).c_str());
+    FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
+    // Over shm a WRITE is copied before it completes, even if we ask for no
+    // level. If we ask, the provider of libfabric 1.17 has the other side copy
+    // it under a lock, and waits for ever if that side is killed. It copies GPU
+    // memory in no other way.
+    if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
+        (info->caps & FI_HMEM) == 0) {
+      write_flags = 0;
+    }
+  }
+
+  // Returns a key that no stranger guesses, as wide as the provider's keys are.
+  uint64_t RandomKey() {
+    uint64_t key = uint64_t{random()} << 32 | random();
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
+  }
+
+  // Returns the greatest length of a message, in bytes. Server and client use
+  // the same provider, so it is the same for both.
+  size_t MaxMessageSize() const {
+    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
+  }
+};
+
+// Memory, and the function that frees it.
+using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+
+// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+Memory AllocHost(size_t size) {
+  size_t align = kBufferAlign;
+  // Large buffers are on huge pages, which need fewer entries in the page
+  // tables and in the adapter's copy of them.
+  if (size >= kHugePageSize) align = kHugePageSize;
+  size_t rounded = (size + align - 1) / align * align;
+  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) {
+    throw std::runtime_error("no memory for " + std::to_string(size) +
+                             " bytes");
+  }
+  if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
+  memset(data.get(), 0, rounded);
+  return data;
+}
+
+// Memory of a GPU. All calls of CUDA are at the end of this file.
+int FindGpu();  // -1 if there is none
+Memory CudaAlloc(size_t size);
+void CudaCopy(void* to, const void* from, size_t size);
+bool CudaFlushWrites(int gpu);
+
+// Registered memory: the adapter knows it, and which operations may use it
+// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
+// adapter may use its buffer at any time, so declare a buffer before the
+// Endpoint that uses it. Then C++ closes the Endpoint first.
+struct Buffer {
+  size_t size;  // bytes
+  int gpu;      // that has the memory; -1: the host
+  Memory data;
+  std::map<const Domain*, Owned<struct fid_mr>> mrs;  // one for each domain
+
+  Buffer(Domain& domain, size_t bytes, uint64_t access, int on_gpu = -1)
+      : size(bytes),
+        gpu(on_gpu),
+        data(gpu < 0 ? AllocHost(bytes) : CudaAlloc(bytes)) {
+    Register(domain, access);
+  }
+
+  // Makes it known to an adapter; does nothing if it is known there already.
+  void Register(Domain& domain, uint64_t access) {
+    if (mrs.contains(&domain)) return;
+    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
+    struct fi_mr_attr attr = {};
+    attr.mr_iov = &iov;
+    attr.iov_count = 1;
+    attr.access = access;
+    if (gpu >= 0) {
+      attr.iface = FI_HMEM_CUDA;
+      attr.device.cuda = gpu;
+    }
+    // Used by providers that let us choose the key (those without
+    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
+    int ret = 0;
+    do {
+      attr.requested_key = domain.RandomKey();
+      ret = fi_mr_regattr(domain.handle, &attr, 0, &mrs[&domain].ptr);
+    } while (ret == -FI_ENOKEY);
+    if (ret != 0) mrs.erase(&domain);
+    FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
+  }
+
+  // Copies into the buffer, from host memory.
+  void CopyIn(size_t offset, const void* from, size_t len) {
+    if (gpu >= 0) return CudaCopy(&data[offset], from, len);
+    memcpy(&data[offset], from, len);
+  }
+
+  // Copies out of the buffer, to host memory.
+  void CopyOut(size_t offset, void* to, size_t len) const {
+    if (gpu >= 0) return CudaCopy(to, &data[offset], len);
+    memcpy(to, &data[offset], len);
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Operations and completions
+// ---------------------------------------------------------------------------
+
+// The kinds of operations.
+enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
+
+// Returns the name of an operation, for error messages.
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+    case RdmaOpType::kWrite:
+      return "WRITE";
+  }
+  return "";
+}
+
+// A work request: an operation for libfabric to do, and the function to call
+// once when it is done, which may post others.
+struct RdmaOp {
+  // Must come first: some providers keep notes of their own here while the
+  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
+  struct fi_context2 context = {};
+  RdmaOpType type = RdmaOpType::kRecv;
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
+  Buffer* buf = nullptr;
+  size_t len = 0;            // bytes; of a RECV, set when a message has arrived
+  size_t offset = 0;         // of a WRITE, in buf
+  uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
+  uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
+  uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
+  size_t number = 0;         // of a WRITE: which of the transfer's it is
+  std::function<void(const RdmaOp&)> callback = nullptr;
+  std::string error = {};  // set at completion; empty if all went well
+  bool in_flight = false;  // posted, and not yet completed
+
+  // Returns whether the peer's program takes no part in it.
+  bool OneSided() const {
+    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
+  }
+
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    std::string hint;
+    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
+    if (OneSided()) hint += " Or has it refused the access?";
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
+  }
+};
+
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
+struct Endpoint {
+  Domain& domain;
+  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
+  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
+
+  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
+  uint64_t eagain_count = 0;        // how many times it had none (-FI_EAGAIN)
+
+  Address addr;  // our own
+  // When anything but a SEND has last completed.
+  Clock::time_point last_completion = Clock::now();
+  // Called with the immediate data of a WRITE from the other side, once that
+  // WRITE has arrived. It belongs to no operation of ours.
+  std::function<void(uint32_t)> on_imm_data;
+  Owned<struct fid_av> av;
+  Owned<struct fid_cq> cq;
+  Owned<struct fid_eq> eq;
+  Owned<struct fid_ep> ep;
+
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
+    struct fi_av_attr av_attr = {};
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
+    struct fi_cq_attr cq_attr = {};
+    cq_attr.size = kCompletionQueueSize;
+    cq_attr.format = FI_CQ_FORMAT_DATA;
+    FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
+            "fi_cq_open");
+    // Without an event queue, the efa provider ends the process on some errors
+    // of a peer. We never read it: such a peer falls silent, and we notice.
+    struct fi_eq_attr eq_attr = {};
+    FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
+            "fi_eq_open");
+
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
+            "fi_endpoint");
+    // The shm provider has just put handlers of its own before ours. They
+    // delete our shared memory at once, and then the other side may crash.
+    if (!g_interrupted) InstallSignalHandlers();
+    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
+    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
+            "fi_ep_bind (completion queue)");
+    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_enable(ep), "fi_enable");
+
+    size_t length = kMaxAddressSize;
+    addr.resize(length);
+    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    addr.resize(length);
+  }
+
+  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
+  // that does not exist shows later, as an error or as silence.
+  fi_addr_t AddPeerAddress(const Address& address) {
+    // An address that is a name ends with a zero byte and begins as ours does.
+    // Any other address is as long as ours.
+    bool fits = domain.info->addr_format == FI_ADDR_STR
+                    ? !address.empty() && address.back() == 0 &&
+                          address.front() == addr.front()
+                    : address.size() == addr.size();
+    fi_addr_t peer = FI_ADDR_UNSPEC;
+    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+      throw std::runtime_error("\"" + ToHex(address) +
+                               "\" is not an address of provider " +
+                               domain.info->fabric_attr->prov_name +
+                               "; do both sides use the same FI_PROVIDER?");
+    }
+    return peer;
+  }
+
+  // Hands an operation to libfabric, or keeps it until there is room. Its
+  // buffer must not change until it has completed. Once one operation has to
+  // wait, all later ones wait behind it, so that none overtakes another.
+  void Post(RdmaOp request) {
+    while (free_ops.size() < kSpareOps) {
+      free_ops.push_back(&ops.emplace_back());
+    }
+    RdmaOp* op = free_ops.front();
+    *op = std::move(request);
+    free_ops.pop_front();
+    pending_ops.push_back(op);
+    ProgressPendingOps();
+  }
+
+  // Returns whether libfabric has taken everything that was posted.
+  bool HasRoom() const { return pending_ops.empty(); }
+
+  // Hands over what is waiting, as far as libfabric has room. An operation that
+  // libfabric refuses completes at once, with an error.
+  void ProgressPendingOps() {
+    while (!pending_ops.empty()) {
+      RdmaOp* op = pending_ops.front();
+      ssize_t ret = Submit(op);
+      if (ret == -FI_EAGAIN) {
+        ++eagain_count;
+        return;  // reading completions makes room
+      }
+      pending_ops.pop_front();
+      op->in_flight = true;
+      if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
+    }
+  }
+
+  // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
+  ssize_t Submit(RdmaOp* op) {
+    void* desc = fi_mr_desc(op->buf->mrs.at(&domain));
+    struct iovec iov = {.iov_base = &op->buf->data[op->offset],
+                        .iov_len = op->len};
+    if (op->OneSided()) {
+      struct fi_rma_iov remote = {
+          .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
+      struct fi_msg_rma msg = {};
+      msg.msg_iov = &iov;
+      msg.desc = &desc;
+      msg.iov_count = 1;
+      msg.addr = op->peer;
+      msg.rma_iov = &remote;
+      msg.rma_iov_count = 1;
+      msg.context = op;
+      msg.data = op->imm_data;
+      uint64_t imm_flag = op->imm_data != 0 ? FI_REMOTE_CQ_DATA : 0;
+      return fi_writemsg(ep, &msg, domain.write_flags | imm_flag);
+    }
+    struct fi_msg msg = {};
+    msg.msg_iov = &iov;
+    msg.desc = &desc;
+    msg.iov_count = 1;
+    msg.addr = op->peer;
+    msg.context = op;
+    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
+    // Complete only when the data is in place at the peer. The default of a
+    // provider may be a weaker level (fi_cq(3)).
+    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
+  }
+
+  // Reads what has completed and calls back. Many providers work only while we
+  // read: they have no thread of their own. Returns the number of completions.
+  // Throws if something is wrong with the endpoint, or if a callback does.
+  size_t PollCompletion() {
+    ProgressPendingOps();
+    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    if (ret == -FI_EAGAIN) return 0;
+    if (ret == -FI_EAVAIL) {
+      ReadError();
+      return 1;
+    }
+    FiCheck(ret, "fi_cq_read");
+    // A callback that throws must not cost the entries after it.
+    std::exception_ptr failure;
+    for (ssize_t i = 0; i < ret; ++i) {
+      try {
+        // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
+        if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
+            !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
+          RestartSilence();
+          if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
+          continue;
+        }
+        Complete(cqe[i].op_context, cqe[i].len, "");
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
+    return static_cast<size_t>(ret);
+  }
+
+  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  void Complete(void* context, size_t len, const std::string& error) {
+    if (context == nullptr) return;  // not an operation of ours
+    auto* op = static_cast<RdmaOp*>(context);
+    // An adapter may report an operation that has completed a second time, as
+    // failed: the peer did not get its receipt.
+    if (!op->in_flight) return;
+    RdmaOp done = std::move(*op);
+    op->in_flight = false;
+    free_ops.push_back(op);
+    // A SEND may complete on this side alone: it says nothing about the peer.
+    if (done.type != RdmaOpType::kSend) RestartSilence();
+    done.error = error;
+    if (done.type == RdmaOpType::kRecv && error.empty()) {
+      if (len > done.len) done.error = "the message is longer than the buffer";
+      done.len = len;
+    }
+    done.callback(done);
+  }
+
+  // Reads a failed operation, which is the next entry of the completion queue.
+  // Only fi_cq_readerr can read it.
+  void ReadError() {
+    struct fi_cq_err_entry entry = {};
+    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_cq_readerr");
+    std::string error = ErrorText(entry.err);
+    const char* detail =
+        fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
+    // Some providers do not say which operation has failed, and it may be one
+    // from the other side.
+    if (entry.op_context == nullptr ||
+        (entry.flags & (FI_REMOTE_READ | FI_REMOTE_WRITE))) {
+      throw std::runtime_error("an operation failed: " + error);
+    }
+    Complete(entry.op_context, 0, error);
+  }
+
+  // Polls until `done` returns true. Error messages begin with `what`. During
+  // the first `grace`, it goes on in spite of a signal. Only a client waits
+  // like this; a server must not, because all its clients would have to wait,
+  // too.
+  void WaitUntil(const char* what, const std::function<bool()>& done,
+                 Clock::duration grace = 0s,
+                 std::chrono::seconds limit = kSilenceLimit) {
+    Clock::time_point start = Clock::now();
+    RestartSilence();
+    size_t empty_polls = 0;
+    while (!done()) {
+      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
+      if (PollCompletion() > 0) continue;
+      if (++empty_polls % kPollsPerYield != 0) continue;
+      CheckSilence(what, limit);
+      if (Clock::now() - last_completion > kQuietLimit) {
+        std::this_thread::sleep_for(kIdlePause);
+      } else {
+        // The other side may need the core to answer us.
+        std::this_thread::yield();
+      }
+    }
+  }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
+
+  // Throws if nothing has completed for too long: some providers never report
+  // that a peer has gone, and silence is all that there is to notice.
+  void CheckSilence(const char* what,
+                    std::chrono::seconds limit = kSilenceLimit) const {
+    if (Clock::now() - last_completion < limit) return;
+    throw std::runtime_error(
+        std::string(what) + ": nothing has happened for " +
+        std::to_string(limit.count()) +
+        " s; is the other side running, with the same FI_PROVIDER?");
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Messages and sessions
+// ---------------------------------------------------------------------------
+
+using Message = std::string;  // any bytes
+
+// The kinds of messages, and who sends them.
+enum class AppMessageType : uint32_t {
+  kConnect = 1,  // client: this is my address
+  kAccept = 2,   // server: this is the address of the endpoint that serves you
+  kBye = 3,      // client: I want nothing more
+  kWait = 4,     // server: there is no place for you yet; ask again in a second
+  kRefused = 5,  // server: I end this session; followed by the reason
+
+  kRandomFill = 6,  // client: fill my memory
+  kProgress = 7,    // server: I am still at it
+};
+
+// The beginning of each message. A stranger may know an address, too, but not
+// the number that the client has chosen for its conversation with the server.
+struct AppMessageBase {
+  AppMessageType type;
+  uint32_t nonce = 0;  // set by Session::Send
+};
+
+// A CONNECT or an ACCEPT.
+struct AppConnectMessage {
+  AppMessageBase base;
+  uint32_t addr_size;  // bytes used of addr
+  uint8_t addr[kMaxAddressSize];
+};
+
+// Numbers travel as they are in memory, so both sides need the same byte order.
+static_assert(std::endian::native == std::endian::little,
+              "the numbers in messages are little-endian");
+
+// Returns what to throw for a message that cannot be right.
+std::runtime_error BadMessage(const std::string& what) {
+  return std::runtime_error("bad message: " + what);
+}
+
+// Returns the beginning of a message; zeros if it is too short to have one.
+AppMessageBase BaseOf(const Message& message) {
+  AppMessageBase base = {};
+  if (message.size() >= sizeof(base)) {
+    memcpy(&base, message.data(), sizeof(base));
+  }
+  return base;
+}
+
+// Returns the type of a message; 0 if it is too short to have one.
+AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
+
+// Copies the beginning of a message into a struct that starts with an
+// AppMessageBase. Throws if the message is too short for it, or of another
+// type.
+template <typename T>
+T ReadMessage(const Message& message, AppMessageType type) {
+  if (message.size() < sizeof(T) || TypeOf(message) != type) {
+    throw BadMessage(std::to_string(message.size()) + " bytes of type " +
+                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
+  }
+  T head;
+  memcpy(&head, message.data(), sizeof(head));
+  return head;
+}
+
+// Returns a CONNECT or an ACCEPT. Throws if it is not a valid one.
+AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
+  auto connect = ReadMessage<AppConnectMessage>(message, type);
+  if (message.size() != sizeof(connect) ||
+      connect.addr_size > sizeof(connect.addr)) {
+    throw BadMessage("its sizes do not fit together");
+  }
+  return connect;
+}
+
+// Returns the address that a CONNECT or an ACCEPT carries.
+Address AddressIn(const AppConnectMessage& connect) {
+  return {connect.addr, connect.addr + connect.addr_size};
+}
+
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
+struct Session {
+  Domain& domain;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  size_t unsent = 0;                    // messages whose SEND has not completed
+  Endpoint endpoint;
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
+  Clock::time_point leave_at;  // until then, the last messages may leave
+  // Client: when to ask for a place again; max() until a WAIT tells us to.
+  Clock::time_point ask_at = Clock::time_point::max();
+  bool waiting = false;  // client: has been told to
+
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), endpoint(open_domain) {
+    for (size_t i = 0; i < kRecvCount; ++i) {
+      PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+    }
+  }
+
+  // Posts a RECV: the next message, from anybody, goes into `buf`.
+  void PostRecv(Buffer& buf) {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    endpoint.Post({.type = RdmaOpType::kRecv,
+                   .buf = &buf,
+                   .len = buf.size,
+                   .callback = arrived});
+  }
+
+  // Takes out the next message, if there is one. Throws if the server has
+  // refused what we want. In a conversation, ignores messages without its
+  // nonce, and those that are too long: they are not from our peer. The
+  // listener throws if a RECV has failed.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    Message message;
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
+    }
+    PostRecv(*recv.buf);
+    if (nonce == 0) {
+      recv.Check();
+      return message;
+    }
+    AppMessageBase base = BaseOf(message);
+    if (base.nonce != nonce) return Take();
+    if (base.type == AppMessageType::kWait) {  // may come after the ACCEPT
+      ask_at = Clock::now() + kAskPeriod;
+      return Take();
+    }
+    if (base.type == AppMessageType::kRefused) {
+      throw std::runtime_error("the server has refused: " +
+                               Printable(message.substr(sizeof(base))));
+    }
+    return message;
+  }
+
+  // Sends a copy of a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    // Padding would carry whatever was in memory there.
+    static_assert(std::has_unique_object_representations_v<T>);
+    size_t len = sizeof(head) + tail.size();
+    if (len > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " + std::to_string(len) +
+                               " bytes is too long for this provider");
+    }
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
+    }
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
+    memcpy(buf->data.get(), &head, sizeof(head));
+    memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
+           sizeof(nonce));
+    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    ++unsent;
+    RdmaOp send = {.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = buf,
+                   .len = len,
+                   .callback = [this](const RdmaOp& op) {
+                     op.Check();
+                     --unsent;
+                     free_send_bufs.push_back(op.buf);
+                   }};
+    endpoint.Post(std::move(send));
+  }
+
+  // Sends our address: in a CONNECT or an ACCEPT.
+  void SendAddress(AppMessageType type) {
+    AppConnectMessage connect = {};
+    connect.base.type = type;
+    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
+    Send(connect);
+  }
+
+  // Server: tells a client which endpoint serves it.
+  void Accept(const AppConnectMessage& connect) {
+    peer = endpoint.AddPeerAddress(AddressIn(connect));
+    nonce = connect.base.nonce;
+    SendAddress(AppMessageType::kAccept);
+  }
+
+  // Server: tells the client why the session ends.
+  void Refuse(const std::string& reason) {
+    Send(AppMessageBase{AppMessageType::kRefused}, reason);
+    leave_at = Clock::now() + kContactGrace;
+  }
+
+  // Returns whether the last messages have left, or have had time to.
+  bool HasLeft() {
+    try {
+      if (Clock::now() < leave_at) endpoint.PollCompletion();
+    } catch (const std::exception&) {
+      return true;
+    }
+    return unsent == 0 || Clock::now() >= leave_at;
+  }
+
+  // Client: returns whether the server has accepted us. It answers at once: with
+  // an ACCEPT or, if it has no place for us yet, with a WAIT.
+  bool IsAccepted() {
+    if (Clock::now() >= ask_at) {
+      SendAddress(AppMessageType::kConnect);
+      ask_at = Clock::time_point::max();
+    }
+    std::optional<Message> message = Take();
+    if (!waiting && ask_at != Clock::time_point::max()) {
+      printf("The server has no place for us yet: waiting\n");
+      waiting = true;
+    }
+    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
+    peer = endpoint.AddPeerAddress(
+        AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
+    return true;
+  }
+
+  // Client: tells the server that we want nothing more, which spares it waiting
+  // for our silence.
+  void SayBye(std::chrono::seconds limit = kSilenceLimit) {
+    try {
+      Send(AppMessageBase{AppMessageType::kBye});
+      endpoint.WaitUntil(
+          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+    } catch (const std::runtime_error&) {
+      // The server will notice our silence.
+    }
+  }
+};
+
+// The clients that wait to be served, in the order in which they came. One that
+// was told to wait sends its CONNECT again a second later, or has given up.
+struct WaitingLine {
+  struct Visitor {
+    AppConnectMessage connect;
+    fi_addr_t addr = FI_ADDR_UNSPEC;  // for the listener, once it needs it
+    Clock::time_point since;          // when it asked, or was told
+    bool told;
+  };
+  std::deque<Visitor> visitors;
+
+  // Takes a CONNECT. No address stands in line twice.
+  void Add(const AppConnectMessage& connect) {
+    auto it = std::find_if(
+        visitors.begin(), visitors.end(), [&](const Visitor& visitor) {
+          return AddressIn(visitor.connect) == AddressIn(connect);
+        });
+    if (it == visitors.end() && visitors.size() < kMaxWaiting) {
+      it = visitors.emplace(it);
+    }
+    if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
+  }
+
+  // Removes those who have not asked again in time.
+  void RemoveGone() {
+    std::erase_if(visitors, [](const Visitor& visitor) {
+      return Clock::now() - visitor.since > kAskLimit;
+    });
+  }
+
+  // Tells all who do not know it yet that they have to wait. libfabric copies
+  // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
+  // client that has gone costs nothing.
+  void TellAll(Endpoint& listener) {
+    for (Visitor& visitor : visitors) {
+      if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
+      visitor.told = true;  // also if its address turns out to be none
+      visitor.since = Clock::now();
+      if (visitor.addr == FI_ADDR_UNSPEC) {
+        visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
+      }
+      AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
+      // If there is no room for it now, this one is told in the next round.
+      visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
+                               visitor.addr) != -FI_EAGAIN;
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Rails
+// ---------------------------------------------------------------------------
+
+// One of the ways between server and client: an adapter here, another one there.
+// Each has a session of its own.
+struct Rail {
+  Session session;
+
+  // Client: addresses of the server, the one to ask next first.
+  std::deque<Address> untried;
+  Clock::time_point asked_at = {};
+  bool accepted = false;
+
+  // Server: the other end. A rail is used once the request has come over it,
+  // with the key that the client's memory has there.
+  AppConnectMessage connect_msg = {};
+  bool ready = false;
+  uint64_t remote_addr = 0;  // of the client's memory
+  uint64_t rkey = 0;
+  size_t outstanding = 0;  // WRITEs in flight
+  size_t written = 0;      // WRITEs that have completed
+
+  explicit Rail(Domain& domain) : session(domain) {}
+
+  // Client: asks the server for the other end of this rail.
+  void Ask() {
+    asked_at = Clock::now();
+    session.peer = session.endpoint.AddPeerAddress(untried.front());
+    untried.pop_front();
+    session.SendAddress(AppMessageType::kConnect);
+    printf("Sent CONNECT message to server on %s\n", Name().c_str());
+  }
+
+  std::string Name() const { return session.domain.info->domain_attr->name; }
+};
+
+using Rails = std::list<Rail>;
+
+// Polls all rails. One that fails is closed, and `lost` is told before; if it is
+// the only one, throws. Returns the number of completions.
+size_t PollRails(Rails& rails, const std::function<void(Rail&)>& use,
+                 const std::function<void(Rail&, const char*)>& lost) {
+  size_t completions = 0;
+  for (auto it = rails.begin(); it != rails.end();) {
+    auto rail = it++;
+    try {
+      completions += rail->session.endpoint.PollCompletion();
+      use(*rail);
+    } catch (const std::exception& e) {
+      if (rails.size() == 1) throw;
+      lost(*rail, e.what());
+      rails.erase(rail);
+    }
+  }
+  return completions;
+}
+
+// Returns the endpoint on which something has completed last.
+Endpoint& Freshest(Rails& rails) {
+  auto earlier = [](const Rail& a, const Rail& b) {
+    return a.session.endpoint.last_completion <
+           b.session.endpoint.last_completion;
+  };
+  return std::max_element(rails.begin(), rails.end(), earlier)
+      ->session.endpoint;
+}
+
+// Client: looks for the other end of each rail. Names of networks prove nothing:
+// only an answer does. So each adapter asks at an address of the server, a
+// second later at the next one, and is no rail if none answers.
+void Connect(Rails& rails, std::list<Domain>& domains,
+             const std::vector<Address>& server_addrs) {
+  uint32_t nonce = std::random_device()();
+  CheckInterrupted();
+  // Usually, the first adapter here reaches the first one there, and so on.
+  std::deque<Address> addrs(server_addrs.begin(), server_addrs.end());
+  for (Domain& domain : domains) {
+    rails.emplace_back(domain).untried = addrs;
+    std::rotate(addrs.begin(), addrs.begin() + 1, addrs.end());
+  }
+  Clock::time_point start = Clock::now();
+  Clock::time_point answered_at = {};  // the first time, on any rail
+  for (bool complete = false; !complete;) {
+    if (Clock::now() - start >= kContactGrace) CheckInterrupted();
+    std::this_thread::sleep_for(kIdlePause);
+    complete = true;
+    for (auto it = rails.begin(); it != rails.end();) {
+      auto rail = it++;
+      if (rail->accepted) continue;
+      complete = false;
+      Session& session = rail->session;
+      bool answered = answered_at != Clock::time_point();
+      try {
+        session.nonce = nonce;
+        if (rail->asked_at == Clock::time_point()) rail->Ask();
+        session.endpoint.PollCompletion();
+        rail->accepted = session.IsAccepted();
+        if (rail->accepted && !answered) answered_at = Clock::now();
+        if (rail->accepted) continue;
+        if (session.waiting || (rail->untried.empty() && !answered)) {
+          session.endpoint.CheckSilence("waiting for ACCEPT");
+        } else if (Clock::now() - std::max(rail->asked_at, answered_at) >=
+                   kAskPeriod) {
+          throw std::runtime_error("no answer");
+        }
+      } catch (const std::exception& e) {
+        // Closing the endpoint ends whatever is on its way to the last address.
+        if (!rail->untried.empty()) {
+          rails.emplace(rail, session.domain)->untried = rail->untried;
+        } else if (rails.size() > 1) {
+          printf("No rail: %s (%s)\n", rail->Name().c_str(), e.what());
+        } else {
+          throw;
+        }
+        rails.erase(rail);
+      }
+    }
+  }
+}
+
+// Closes all rails, each as soon as its last messages have left. Returns whether
+// none is left.
+bool Leave(Rails& rails) {
+  rails.remove_if([](Rail& rail) { return rail.session.HasLeft(); });
+  return rails.empty();
+}
+
+// Client: says BYE over each rail, because we cannot know which ones still work,
+// and closes them.
+void SayBye(Rails& rails) {
+  for (Rail& rail : rails) {
+    rail.session.Send(AppMessageBase{AppMessageType::kBye});
+    rail.session.leave_at = Clock::now() + kContactGrace;
+  }
+  while (!Leave(rails)) std::this_thread::yield();
+}
+
+// Client: tells the user that a rail has failed.
+void PrintLost(const Rail& rail, const char* why) {
+  fprintf(stderr, "rail %s is given up: %s\n", rail.Name().c_str(), why);
+}
+
+// Client: polls until `done` returns true. See Endpoint::WaitUntil.
+void WaitUntil(Rails& rails, const char* what,
+               const std::function<bool()>& done) {
+  size_t empty_polls = 0;
+  Freshest(rails).RestartSilence();
+  while (!done()) {
+    CheckInterrupted();
+    if (PollRails(
+            rails, [](Rail&) {}, PrintLost) > 0)
+      continue;
+    if (++empty_polls % kPollsPerYield != 0) continue;
+    Freshest(rails).CheckSilence(what);
+    if (Clock::now() - Freshest(rails).last_completion > kQuietLimit) {
+      std::this_thread::sleep_for(kIdlePause);
+    } else {
+      std::this_thread::yield();
+    }
+  }
+}
+
+// ---------------------------------------------------------------------------
+// The application
+// ---------------------------------------------------------------------------
+
+// Prints how to reach the server: an address for each of its adapters.
+void PrintClientCommand(const char* program, const std::string& addresses) {
+  printf("Run the client with the following command:\n  %s%s %s\n",
+         ProviderSetting().c_str(), program, addresses.c_str());
+}
+
+// Prints a line about a client. The number says which one. On a terminal, a
+// line that shows progress is replaced by the next line about the same client.
+void PrintLine(FILE* file, size_t number, const std::string& text,
+               bool progress = false) {
+  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
+  if (open_line != 0) {
+    printf(open_line == number ? "\r\033[K" : "\n");
+    fflush(stdout);
+  }
+  progress &= isatty(fileno(file)) == 1;
+  open_line = progress ? number : 0;
+  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
+  fflush(file);
+}
+
+// RANDOM_FILL: make num_pages pages. The i-th, which depends on seed + i, goes
+// to page page_idx[i] of this memory. It comes over each rail, with the key that
+// the memory has there.
+struct AppRandomFillMessage {
+  AppMessageBase base;
+  uint32_t imm_data;  // to come back as immediate data; not 0
+  uint32_t num_pages;
+  uint64_t addr;  // of the memory
+  uint64_t size;  // bytes
+  uint64_t rkey;  // with which the server may WRITE to it
+  uint64_t seed;
+  uint64_t page_size;     // bytes; a multiple of 8
+  uint64_t total_repeat;  // how many times to write all of them
+  // Followed by page_idx: num_pages indices, a uint32_t each.
+};
+
+// Makes a page that depends on the seed.
+std::vector<uint64_t> MakePage(size_t page_size, uint64_t seed) {
+  std::mt19937_64 generator(seed);
+  std::vector<uint64_t> page(page_size / sizeof(uint64_t));
+  for (uint64_t& word : page) word = generator();
+  return page;
+}
+
+// Makes a buffer on the GPU if possible, otherwise in host memory. Returns in
+// words where it is. Defined at the end of this file.
+std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
+                       uint64_t access);
+
+// A client, and what it asks of the server: to fill its memory with pages.
+struct ServedClient {
+  // What the client waits for.
+  enum class State : uint8_t {
+    kWaitRequest,  // for nothing: it has not asked yet
+    kWaitMemory,   // for memory that other clients have
+    kMakePages,    // one at a time
+    kWrite,        // until the last WRITE has completed
+    kWritten,
+  };
+
+  size_t number;                 // of the client; begins each line about it
+  size_t& memory_left;           // bytes, for the pages of all clients
+  std::optional<Buffer> source;  // the pages, once the client has asked
+  Rails rails;
+  State state = State::kWaitRequest;
+  AppRandomFillMessage request_msg = {};
+  std::vector<uint32_t> page_idx;
+  size_t made_pages = 0;
+  size_t total_write_ops = 0;
+  size_t posted_write_ops = 0;
+  size_t finished_write_ops = 0;
+  std::set<size_t> again;  // WRITEs that failed rails have left
+  Clock::time_point write_start_at;
+  Clock::time_point reported_at;
+  bool done = false;  // the client has said BYE
+
+  // Opens the first rail. Throws if the machine lacks what that takes.
+  ServedClient(Domain& domain, size_t client_number,
+               const AppConnectMessage& connect, size_t& memory)
+      : number(client_number), memory_left(memory) {
+    AddRail(domain, connect);
+  }
+
+  // Opens our end of a rail, unless the client asks for it once more.
+  void AddRail(Domain& domain, const AppConnectMessage& connect) {
+    for (const Rail& rail : rails) {
+      if (AddressIn(rail.connect_msg) == AddressIn(connect)) return;
+    }
+    rails.emplace_back(domain).connect_msg = connect;
+  }
+
+  // Returns the number that the client has chosen for all of its messages.
+  uint32_t Nonce() const { return rails.front().connect_msg.base.nonce; }
+
+  // Accepts a rail. Throws if its address cannot be right.
+  void Accept(Rail& rail) {
+    PrintLine(stdout, number,
+              "Received CONNECT message from client " +
+                  ToHex(AddressIn(rail.connect_msg)) + " on " + rail.Name());
+    rail.session.Accept(rail.connect_msg);
+  }
+
+  // Leaves what a failed rail had in flight to the others.
+  void GiveUp(const Rail& rail, const char* why) {
+    size_t before = again.size();
+    const Endpoint& endpoint = rail.session.endpoint;
+    for (const RdmaOp& op : endpoint.ops) {
+      if (op.in_flight && op.OneSided()) again.insert(op.number);
+    }
+    for (const RdmaOp* op : endpoint.pending_ops) {
+      if (op->OneSided()) again.insert(op->number);
+    }
+    PrintLine(stderr, number,
+              "rail " + rail.Name() + " is given up, and its " +
+                  std::to_string(again.size() - before) +
+                  " WRITEs are posted again: " + Printable(why));
+  }
+
+  ~ServedClient() {
+    if (source) memory_left += source->size;
+  }
+
+  // Does what can be done for the client now. Returns the number of
+  // completions. Throws if the client has sent something wrong, or nothing for
+  // too long.
+  size_t Poll() {
+    size_t completions = PollRails(
+        rails,
+        [this](Rail& rail) {
+          if (rail.session.peer == FI_ADDR_UNSPEC) Accept(rail);
+          if (state == State::kWrite && rail.ready) ContinuePostWrite(rail);
+        },
+        [this](Rail& rail, const char* why) { GiveUp(rail, why); });
+    try {
+      for (Rail& rail : rails) {
+        while (std::optional<Message> message = rail.session.Take()) {
+          if (TypeOf(*message) == AppMessageType::kBye) {
+            HandleBye();
+            done = true;
+            return completions;
+          }
+          HandleRequest(*message, rail);
+        }
+      }
+      if (state == State::kWaitMemory) AllocSource();
+      if (state == State::kMakePages) ContinueMakePages();
+    } catch (const std::exception& e) {
+      for (Rail& rail : rails) rail.session.Refuse(e.what());
+      throw;
+    }
+    Report();
+    // While the client waits for memory or for its pages, its silence means
+    // nothing.
+    if (state != State::kWaitMemory && state != State::kMakePages) {
+      Freshest(rails).CheckSilence("waiting for the client");
+    }
+    return completions;
+  }
+
+  // Returns whether there is more to do right away, even if nothing completes.
+  bool Busy() const {
+    return state == State::kMakePages || state == State::kWrite;
+  }
+
+  // Compares each value in the message with what was received and what was
+  // offered, before it uses the value.
+  void HandleRequest(const Message& message, Rail& rail) {
+    auto msg =
+        ReadMessage<AppRandomFillMessage>(message, AppMessageType::kRandomFill);
+    if (rail.ready) throw BadMessage("a second request");
+    size_t indices_size = message.size() - sizeof(msg);
+    if (msg.num_pages == 0 || indices_size % sizeof(uint32_t) != 0 ||
+        indices_size / sizeof(uint32_t) != msg.num_pages) {
+      throw BadMessage("its sizes do not fit together");
+    }
+    if (msg.imm_data == 0) throw BadMessage("no imm_data");
+    if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0 ||
+        msg.page_size > kMaxPageSize ||
+        msg.page_size > rail.session.domain.info->ep_attr->max_msg_size ||
+        msg.num_pages > kMaxTransfer / msg.page_size) {
+      throw BadMessage("the server has no room for " +
+                       std::to_string(msg.num_pages) + " pages of " +
+                       std::to_string(msg.page_size) + " bytes");
+    }
+    if (msg.total_repeat == 0 || msg.total_repeat > kMaxRepeat) {
+      throw BadMessage("to be repeated " + std::to_string(msg.total_repeat) +
+                       " times");
+    }
+    std::vector<uint32_t> indices(msg.num_pages);
+    memcpy(indices.data(), message.data() + sizeof(msg), indices_size);
+    for (uint32_t idx : indices) {
+      if (idx >= msg.size / msg.page_size) {
+        throw BadMessage("page " + std::to_string(idx) + " is outside of the " +
+                         "client's memory");
+      }
+    }
+    rail.remote_addr = std::exchange(msg.addr, 0);
+    rail.rkey = std::exchange(msg.rkey, 0);
+    rail.ready = true;
+    if (state != State::kWaitRequest) {  // another rail has brought it before
+      if (indices == page_idx && memcmp(&msg, &request_msg, sizeof(msg)) == 0) {
+        return;
+      }
+      throw BadMessage("not the request that came over another rail");
+    }
+    page_idx = indices;
+    request_msg = msg;
+    total_write_ops = msg.num_pages * msg.total_repeat;
+    PrintLine(stdout, number,
+              "Received RandomFill request: page_size=" +
+                  std::to_string(msg.page_size) +
+                  " num_pages=" + std::to_string(msg.num_pages) +
+                  " total_repeat=" + std::to_string(msg.total_repeat));
+    reported_at = Clock::now();
+    state = State::kWaitMemory;
+  }
+
+  // Makes room for the pages as soon as the other clients have left enough.
+  void AllocSource() {
+    size_t size = page_idx.size() * request_msg.page_size;
+    if (size > memory_left) return;
+    std::string place =
+        MakeBuffer(source, rails.front().session.domain, size, FI_WRITE);
+    PrintLine(stdout, number,
+              "Registered " + std::to_string(size) + " bytes " + place);
+    memory_left -= size;
+    state = State::kMakePages;
+  }
+
+  // Makes the next page: one at a time, so that the other clients do not have
+  // to wait.
+  void ContinueMakePages() {
+    size_t page_size = request_msg.page_size;
+    auto page = MakePage(page_size, request_msg.seed + made_pages);
+    source->CopyIn(made_pages * page_size, page.data(), page_size);
+    if (++made_pages < page_idx.size()) return;
+    write_start_at = Clock::now();
+    for (Rail& rail : rails) {
+      rail.session.endpoint.RestartSilence();
+      rail.session.endpoint.eagain_count = 0;
+    }
+    state = State::kWrite;
+  }
+
+  // Lets a rail take the next WRITEs, if it has room for them.
+  void ContinuePostWrite(Rail& rail) {
+    size_t page_size = request_msg.page_size;
+    size_t max_bytes =
+        rails.size() > 1 ? kMaxOutstandingRailBytes : kMaxOutstandingBytes;
+    size_t max_outstanding = std::min(
+        std::max<size_t>(max_bytes / page_size, 2), kMaxOutstandingWrites);
+    Endpoint& endpoint = rail.session.endpoint;
+    source->Register(rail.session.domain, FI_WRITE);
+    if (rail.outstanding == 0) endpoint.RestartSilence();
+    std::chrono::seconds limit(rail.outstanding * page_size / kSlowestLink);
+    endpoint.CheckSilence(
+        "WRITE", rails.size() > 1 ? kRailLimit + limit : kSilenceLimit);
+    for (size_t i = 0; i < kWritesPerPoll; ++i) {
+      // Post only what libfabric has room for, so that the queue stays short,
+      // however long the transfer is.
+      if (!endpoint.HasRoom() || rail.outstanding >= max_outstanding) return;
+      std::optional<size_t> write = TakeWrite();
+      if (!write) return;
+      PostWrite(rail, *write);
+    }
+  }
+
+  // Returns the number of the next WRITE, if it is time for it.
+  std::optional<size_t> TakeWrite() {
+    size_t write = again.empty() ? posted_write_ops : *again.begin();
+    // Immediate data tells the client that all is there, but WRITEs may arrive
+    // in any order, and on several rails even more so. So the last one waits
+    // until all others have completed, whichever rail they are on.
+    size_t last = total_write_ops - 1;
+    if (write > last || (write == last && finished_write_ops < last)) {
+      return std::nullopt;
+    }
+    if (again.erase(write) == 0) ++posted_write_ops;
+    return write;
+  }
+
+  // Posts the WRITE with a number: of a page, in the first round or in a later
+  // one.
+  void PostWrite(Rail& rail, size_t write) {
+    size_t page_size = request_msg.page_size;
+    size_t i = write % page_idx.size();
+    bool last = write + 1 == total_write_ops;
+    ++rail.outstanding;
+    rail.session.endpoint.Post(
+        {.type = RdmaOpType::kWrite,
+         .peer = rail.session.peer,
+         .buf = &*source,
+         .len = page_size,
+         .offset = i * page_size,
+         .remote_addr = rail.remote_addr + page_idx[i] * page_size,
+         .remote_key = rail.rkey,
+         .imm_data = last ? request_msg.imm_data : 0,
+         .number = write,
+         .callback = [this, &rail](const RdmaOp& op) {
+           --rail.outstanding;
+           if (!op.error.empty()) again.insert(op.number);
+           op.Check();
+           ++rail.written;
+           ++finished_write_ops;
+           if (finished_write_ops == total_write_ops) FinishWrite();
+         }});
+  }
+
+  // Called once, when the last WRITE has completed.
+  void FinishWrite() {
+    state = State::kWritten;
+    PrintProgress();
+  }
+
+  // The client may see the last WRITE, and say BYE, before we see its
+  // completion.
+  void HandleBye() {
+    if (posted_write_ops < total_write_ops || state != State::kWrite) return;
+    finished_write_ops = total_write_ops;
+    FinishWrite();
+  }
+
+  // Reports progress to the terminal and to the client, now and then. The
+  // client takes no part in a WRITE, so to the client a long transfer is
+  // silence.
+  void Report() {
+    if (state == State::kWaitRequest || state == State::kWritten) return;
+    Clock::time_point now = Clock::now();
+    if (now - reported_at < kReportPeriod) return;
+    reported_at = now;
+    if (posted_write_ops > 0) PrintProgress();
+    for (Rail& rail : rails) {
+      if (!rail.ready || rail.session.unsent > 0) continue;
+      rail.session.Send(AppMessageBase{AppMessageType::kProgress});
+    }
+  }
+
+  // Prints how far the WRITEs have come, and how fast.
+  void PrintProgress() {
+    std::chrono::duration<double> seconds = Clock::now() - write_start_at;
+    char text[200];
+    snprintf(text, sizeof(text), "[%.3fs] WRITE: %zu%%, %zu/%zu",
+             seconds.count(), 100 * finished_write_ops / total_write_ops,
+             finished_write_ops, total_write_ops);
+    std::string line = text;
+
+    double mpps =
+        static_cast<double>(finished_write_ops) / seconds.count() * 1e-6;
+    double gbps = 8e-3 * mpps * static_cast<double>(request_msg.page_size);
+    double link_gbps = 0;
+    uint64_t eagain_count = 0;
+    std::string names;
+    for (const Rail& rail : rails) {
+      link_gbps += LinkGbps(rail.session.domain.info.get());
+      eagain_count += rail.session.endpoint.eagain_count;
+      names += ", " + rail.Name() + "=" +
+               std::to_string(100 * rail.written /
+                              std::max<size_t>(finished_write_ops, 1)) +
+               "%";
+    }
+    std::string share;
+    if (link_gbps > 0) {
+      share = "(" + std::to_string(std::lround(100 * gbps / link_gbps)) + "%)";
+    }
+    snprintf(text, sizeof(text), ", bw=%.3fGbps%s, %.3fMpps, EAGAIN=%zu", gbps,
+             share.c_str(), mpps, size_t{eagain_count});
+    line += text + names;
+    PrintLine(stdout, number, line, finished_write_ops < total_write_ops);
+  }
+};
+
+// Throws if the last WRITE could carry no number: the provider would answer it
+// with -FI_EAGAIN for ever.
+void CheckImmediateData(const Domain& domain) {
+  if (domain.info->domain_attr->cq_data_size >= sizeof(uint32_t)) return;
+  throw std::runtime_error(std::string(domain.info->fabric_attr->prov_name) +
+                           " has no immediate data; try another provider");
+}
+
+// Asks for an interface that can use GPU memory, if there is a GPU. Defined at
+// the end of this file.
+Info GetInfoWithGpu();
+
+// Opens the interfaces that are to be rails: the one that libfabric would take,
+// and all others of its kind. RAILS, a list of domains with commas in between,
+// says which ones, the most important one first.
+std::list<Domain> OpenRails() {
+  Info list = GetInfoWithGpu();
+  std::vector<std::string> names;
+  const char* setting = getenv("RAILS");
+  if (setting != nullptr && *setting != 0) names = Split(setting);
+  std::list<Domain> domains;
+  auto open = [&domains](const struct fi_info* info) {
+    for (const Domain& domain : domains) {
+      const struct fi_info* other = domain.info.get();
+      if (strcmp(info->domain_attr->name, other->domain_attr->name) == 0 ||
+          strcmp(info->fabric_attr->prov_name, other->fabric_attr->prov_name) !=
+              0 ||
+          info->addr_format != other->addr_format) {
+        return;
+      }
+    }
+    domains.emplace_back(Info(fi_dupinfo(info), fi_freeinfo));
+  };
+  for (const std::string& name : names) {
+    for (auto* info = list.get(); info != nullptr; info = info->next) {
+      if (name == info->domain_attr->name) open(info);
+    }
+  }
+  for (auto* info = list.get(); info != nullptr; info = info->next) {
+    // Nobody on another machine reaches the loopback interface.
+    bool loopback = strcmp(info->domain_attr->name, "lo") == 0;
+    if (names.empty() && !loopback) open(info);
+  }
+  if (domains.empty() && names.empty()) open(list.get());
+  if (domains.empty()) {
+    throw std::runtime_error("RAILS names no interface that there is");
+  }
+  return domains;
+}
+
+// Where clients ask for a rail: at each of our adapters.
+struct Listener {
+  Session session;
+  WaitingLine line;
+
+  explicit Listener(Domain& domain) : session(domain) {}
+};
+
+// Returns the client that has chosen this number; null if we serve none such.
+ServedClient* FindClient(std::list<ServedClient>& clients, uint32_t nonce) {
+  auto it = std::find_if(
+      clients.begin(), clients.end(),
+      [&](const ServedClient& client) { return client.Nonce() == nonce; });
+  return it != clients.end() ? &*it : nullptr;
+}
+
+// Takes the CONNECTs that have come: each is one more rail of a client that we
+// serve, or of one that joins the line and hears that it waits. Throws if a
+// message is no CONNECT.
+void TakeConnects(Listener& listener, std::list<ServedClient>& clients) {
+  while (std::optional<Message> message = listener.session.Take()) {
+    listener.line.Add(ReadConnect(*message, AppMessageType::kConnect));
+  }
+  auto& visitors = listener.line.visitors;
+  for (auto it = visitors.begin(); it != visitors.end();) {
+    AppConnectMessage connect = it->connect;
+    ServedClient* client = FindClient(clients, connect.base.nonce);
+    it = client != nullptr ? visitors.erase(it) : it + 1;
+    if (client != nullptr) client->AddRail(listener.session.domain, connect);
+  }
+  listener.line.TellAll(listener.session.endpoint);
+  listener.line.RemoveGone();
+}
+
+// Runs the server, until a signal ends it.
+int ServerMain(const char* program) {
+  std::list<Domain> domains = OpenRails();
+  std::list<Listener> listeners;
+  std::string addresses;
+  for (Domain& domain : domains) {
+    CheckImmediateData(domain);
+    if (!addresses.empty()) addresses += ",";
+    addresses += ToHex(listeners.emplace_back(domain).session.endpoint.addr);
+  }
+  size_t memory_left = kMaxTransfer;
+  std::list<ServedClient> clients;
+  std::list<ServedClient> leaving;  // with a last message on its way
+  PrintClientCommand(program, addresses);
+
+  size_t num_clients = 0;        // so far
+  Clock::time_point full_until;  // there is no memory for another one
+  size_t empty_polls = 0;
+  Clock::time_point listened_at;
+  while (!g_interrupted) {
+    size_t completions = 0;
+    bool busy = false;
+    // Looking at a quiet endpoint costs a system call or more, so the clients
+    // that are served should not have to wait for that too often.
+    bool listen =
+        clients.empty() || Clock::now() - listened_at >= kListenPeriod;
+    if (listen) listened_at = Clock::now();
+    for (Listener& listener : listeners) {
+      try {
+        if (listen) completions += listener.session.endpoint.PollCompletion();
+        TakeConnects(listener, clients);
+        auto& visitors = listener.line.visitors;
+        bool full = clients.size() + leaving.size() >= kMaxClients ||
+                    Clock::now() < full_until;
+        if (visitors.empty() || full) continue;
+        // One at a time: opening an endpoint takes tens of ms over
+        // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
+        full_until = Clock::now() + kAskPeriod;
+        clients.emplace_back(listener.session.domain, num_clients + 1,
+                             visitors.front().connect, memory_left);
+        full_until = {};
+        ++num_clients;
+        visitors.pop_front();
+      } catch (const std::exception& e) {
+        // A bad message must not end the server.
+        fprintf(stderr, "error: %s\n", e.what());
+      }
+    }
+    for (auto it = clients.begin(); it != clients.end();) {
+      auto client = it++;
+      try {
+        completions += client->Poll();
+        busy |= client->Busy();
+        if (!client->done) continue;
+        PrintLine(stdout, client->number, "Done.");
+      } catch (const std::exception& e) {
+        // It ends this client's session, and costs the others nothing.
+        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
+      }
+      leaving.splice(leaving.end(), clients, client);
+    }
+    leaving.remove_if([](auto& client) { return Leave(client.rails); });
+    if (completions > 0) continue;
+    if (busy) {
+      if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
+      continue;
+    }
+    std::this_thread::sleep_for(kIdlePause);
+  }
+  // An ACCEPT on its way is a first contact, too: see Session::Connect.
+  for (auto& client : clients) {
+    for (Rail& rail : client.rails) {
+      rail.session.leave_at = Clock::now() + kContactGrace;
+    }
+  }
+  leaving.splice(leaving.end(), clients);
+  while (!leaving.empty()) {
+    leaving.remove_if([](auto& client) { return Leave(client.rails); });
+  }
+  return 0;
+}
+
+// Asks the server to fill our memory with pages.
+void SendRequest(Session& session, const Buffer& memory,
+                 AppRandomFillMessage request,
+                 const std::vector<uint32_t>& page_idx) {
+  // The server names a place in our memory by its address or, if the provider
+  // does without FI_MR_VIRT_ADDR, by its distance from the start.
+  if (session.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
+    request.addr = reinterpret_cast<uint64_t>(memory.data.get());
+  }
+  request.size = memory.size;
+  request.rkey = fi_mr_key(memory.mrs.at(&session.domain));
+  session.Send(request, {reinterpret_cast<const char*>(page_idx.data()),
+                         page_idx.size() * sizeof(uint32_t)});
+  printf(
+      "Sent RandomFill request to server on %s. page_size: %zu, num_pages: "
+      "%zu\n",
+      session.domain.info->domain_attr->name, size_t{request.page_size},
+      page_idx.size());
+}
+
+// Throws unless every page that we asked for is there, and nothing else.
+void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
+                 const std::vector<uint32_t>& page_idx) {
+  std::vector<uint8_t> expected(memory.size);
+  for (size_t i = 0; i < page_idx.size(); ++i) {
+    auto page = MakePage(request.page_size, request.seed + i);
+    memcpy(&expected[page_idx[i] * request.page_size], page.data(),
+           request.page_size);
+  }
+  std::vector<uint8_t> received(memory.size);
+  memory.CopyOut(0, received.data(), received.size());
+  if (received != expected) {
+    throw std::runtime_error("the data is not correct");
+  }
+  printf("Data is correct.\n");
+}
+
+// Runs the client. Throws unless it gets what it asks for.
+int ClientMain(const std::vector<Address>& server_addrs, size_t page_size,
+               size_t num_pages, size_t total_repeat) {
+  std::list<Domain> domains = OpenRails();
+  size_t max_message = kMaxMessageSize;
+  for (Domain& domain : domains) {
+    CheckImmediateData(domain);
+    if (page_size > domain.info->ep_attr->max_msg_size) {
+      throw std::invalid_argument("PAGE_SIZE is too large for this provider");
+    }
+    max_message = std::min(max_message, domain.MaxMessageSize());
+  }
+  size_t max_pages =
+      (max_message - sizeof(AppRandomFillMessage)) / sizeof(uint32_t);
+  if (num_pages > max_pages) {
+    throw std::invalid_argument("NUM_PAGES is more than " +
+                                std::to_string(max_pages));
+  }
+  // A few pages more than will be written, to see that they stay as they are.
+  size_t room = num_pages + num_pages / 8 + 1;
+  std::optional<Buffer> memory;
+  // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
+  uint64_t access = FI_REMOTE_WRITE | FI_RECV;
+  std::string place =
+      MakeBuffer(memory, domains.front(), room * page_size, access);
+  printf("Registered %zu bytes %s\n", memory->size, place.c_str());
+  Rails rails;
+  Connect(rails, domains, server_addrs);
+
+  // Where the pages go is as random as what is in them.
+  std::mt19937_64 random{std::random_device{}()};
+  std::vector<uint32_t> page_idx(room);
+  std::iota(page_idx.begin(), page_idx.end(), 0);
+  std::shuffle(page_idx.begin(), page_idx.end(), random);
+  page_idx.resize(num_pages);
+  AppRandomFillMessage request = {};
+  request.base.type = AppMessageType::kRandomFill;
+  request.imm_data = static_cast<uint32_t>(random()) | 1;
+  request.seed = random();
+  request.page_size = page_size;
+  request.num_pages = static_cast<uint32_t>(num_pages);
+  request.total_repeat = total_repeat;
+  bool filled = false;
+  for (Rail& rail : rails) {
+    rail.session.endpoint.on_imm_data = [&](uint32_t imm_data) {
+      if (imm_data == request.imm_data) filled = true;
+    };
+  }
+  try {
+    auto request_over = [&](Rail& rail) {
+      memory->Register(rail.session.domain, access);
+      SendRequest(rail.session, *memory, request, page_idx);
+    };
+    PollRails(rails, request_over, PrintLost);
+    WaitUntil(rails, "waiting for the pages", [&] {
+      for (Rail& rail : rails) {
+        while (std::optional<Message> message = rail.session.Take()) {
+          ReadMessage<AppMessageBase>(*message, AppMessageType::kProgress);
+        }
+      }
+      return filled;
+    });
+  } catch (...) {
+    SayBye(rails);
+    throw;
+  }
+  printf("Received RDMA WRITE to local memory.\n");
+  // What the server has posted on a rail that failed, and then on another one,
+  // may still be on its way. Only closed rails keep it out of our memory.
+  SayBye(rails);
+  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);
+  CheckMemory(*memory, request, page_idx);
+  return 0;
+}
+
+// ---------------------------------------------------------------------------
+// Command line
+// ---------------------------------------------------------------------------
+
+// Prints the interfaces found, a line each.
+int ListMain() {
+  Info list = GetInfo();
+  // An interface may appear several times, with different capabilities.
+  std::set<std::string> seen;
+  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+    std::string line = Describe(info);
+    if (seen.insert(line).second) printf("%s\n", line.c_str());
+  }
+  return 0;
+}
+
+constexpr const char* kUsage =
+    "Usage:\n"
+    "  11_rails\n"
+    "      Run the server.\n"
+    "  11_rails ADDRESS [PAGE_SIZE NUM_PAGES [REPEAT]]\n"
+    "      Have it write pages into our memory (65536 1000 500).\n"
+    "  11_rails --list\n"
+    "      List the interfaces found, the one it uses first.\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider,\n"
+    "RAILS the interfaces, by the names of their domains: RAILS=eth0,eth1\n";
+
+// Reads a number of at least 1. Throws std::invalid_argument.
+size_t ParseNumber(const char* name, const std::string& text) {
+  size_t number = 0;
+  const char* end = text.data() + text.size();
+  auto result = std::from_chars(text.data(), end, number);
+  if (result.ec != std::errc() || result.ptr != end || number == 0) {
+    throw std::invalid_argument(std::string(name) +
+                                " is not a number of at least 1: \"" +
+                                text.substr(0, 80) + "\"");
+  }
+  return number;
+}
+
+int main(int argc, char** argv) {
+  std::vector<std::string> args(argv + 1, argv + argc);
+  setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
+  InstallSignalHandlers();
+  try {
+    if (args.empty()) return ServerMain(argv[0]);
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
+    if (args[0] == "--list" && args.size() == 1) return ListMain();
+    if (args.size() > 4) throw std::invalid_argument("too many arguments");
+    if (args.size() == 2) throw std::invalid_argument("NUM_PAGES is missing");
+    size_t page_size = 65536;
+    size_t num_pages = 1000;
+    size_t total_repeat = 500;
+    if (args.size() > 2) {
+      page_size = ParseNumber("PAGE_SIZE", args[1]);
+      num_pages = ParseNumber("NUM_PAGES", args[2]);
+    }
+    if (args.size() > 3) total_repeat = ParseNumber("REPEAT", args[3]);
+    if (page_size % sizeof(uint64_t) != 0 || page_size > kMaxPageSize) {
+      throw std::invalid_argument("PAGE_SIZE is not a multiple of 8 up to " +
+                                  std::to_string(kMaxPageSize));
+    }
+    if (num_pages > kMaxTransfer / page_size) {
+      throw std::invalid_argument("that does not fit: at most " +
+                                  std::to_string(kMaxTransfer) + " bytes");
+    }
+    if (total_repeat > kMaxRepeat) {
+      throw std::invalid_argument("REPEAT is more than " +
+                                  std::to_string(kMaxRepeat));
+    }
+    std::vector<Address> addresses;
+    for (const std::string& text : Split(args[0])) {
+      addresses.push_back(ParseAddress(text));
+    }
+    return ClientMain(addresses, page_size, num_pages, total_repeat);
+  } catch (const std::invalid_argument& e) {
+    fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
+    return 2;
+  } catch (const std::bad_alloc&) {
+    fprintf(stderr, "error: out of memory\n");
+    return 1;
+  } catch (const std::exception& e) {
+    fprintf(stderr, "error: %s\n", e.what());
+    return 1;
+  }
+}
+
+// ---------------------------------------------------------------------------
+// GPU memory: all calls of CUDA
+// ---------------------------------------------------------------------------
+
+#ifdef USE_CUDA
+
+#include <cuda_runtime.h>
+
+// Why there is no GPU, in words.
+constexpr const char* kNoGpu = "no GPU";
+
+// Throws if a function of CUDA has failed.
+void CudaCheck(cudaError_t ret, const char* what) {
+  if (ret == cudaSuccess) return;
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
+}
+
+// Returns the first GPU that CUDA_VISIBLE_DEVICES allows; -1 if there is none.
+int FindGpu() {
+  int count = 0;
+  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
+}
+
+// Frees memory of CudaAlloc.
+void CudaFree(void* data) { cudaFree(data); }
+
+// Allocates zeroed memory.
+Memory CudaAlloc(size_t size) {
+  void* data = nullptr;
+  CudaCheck(cudaMalloc(&data, size), "cudaMalloc");
+  Memory memory(static_cast<uint8_t*>(data), CudaFree);
+  CudaCheck(cudaMemset(data, 0, size), "cudaMemset");
+  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return memory;
+}
+
+// Copies between host and GPU, in either direction. cudaMemcpy may return
+// before the copy has ended, and the adapter would then send what was there
+// before.
+void CudaCopy(void* to, const void* from, size_t size) {
+  CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");
+  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+// Makes data that an adapter has written visible to the GPU. The completion is
+// in host memory and the data in GPU memory, and PCI Express may have brought
+// the completion first. Call it between the completion and the use of the data.
+// Does nothing if the GPU keeps that order by itself. Returns false if it does
+// not, and there is no way to ask for it.
+bool CudaFlushWrites(int gpu) {
+  int ordering = 0;
+  int options = 0;
+  CudaCheck(cudaDeviceGetAttribute(&ordering,
+                                   cudaDevAttrGPUDirectRDMAWritesOrdering, gpu),
+            "cudaDeviceGetAttribute");
+  CudaCheck(cudaDeviceGetAttribute(
+                &options, cudaDevAttrGPUDirectRDMAFlushWritesOptions, gpu),
+            "cudaDeviceGetAttribute");
+  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner) return true;
+  if ((options & cudaFlushGPUDirectRDMAWritesOptionHost) == 0) return false;
+  CudaCheck(cudaDeviceFlushGPUDirectRDMAWrites(
+                cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                cudaFlushGPUDirectRDMAWritesToOwner),
+            "cudaDeviceFlushGPUDirectRDMAWrites");
+  return true;
+}
+
+#else  // Built without CUDA: no GPU is found, and nothing else is called.
+
+// Why there is no GPU, in words.
+constexpr const char* kNoGpu = "built without CUDA";
+
+int FindGpu() { return -1; }
+Memory CudaAlloc(size_t) { return {nullptr, free}; }
+void CudaCopy(void*, const void*, size_t) {}
+bool CudaFlushWrites(int) { return true; }
+
+#endif
+
+// Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
+// and the interface that we would use anyway supports it. We do not change to
+// another interface for it: a libfabric without CUDA would offer shm, which
+// reaches nobody outside this host.
+Info GetInfoWithGpu() {
+  Info plain = GetInfo();
+  if (FindGpu() < 0) return plain;
+  try {
+    return GetInfo(kCaps | FI_HMEM, plain.get());
+  } catch (const std::runtime_error&) {
+    return plain;
+  }
+}
+
+// See its declaration. What has kept it from the GPU is in the answer.
+std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
+                       uint64_t access) {
+  std::string reason = kNoGpu;
+  int gpu = FindGpu();
+  if (gpu >= 0 && (domain.info->caps & FI_HMEM) == 0) {
+    reason = std::string(domain.info->fabric_attr->prov_name) +
+             " offers no GPU memory (does libfabric find libcudart.so?)";
+  } else if (gpu >= 0) {
+    try {
+      buf.emplace(domain, size, access, gpu);
+      std::string place = "on cuda:" + std::to_string(gpu);
+      if (!CudaFlushWrites(gpu)) {
+        place += ", which may show a WRITE later than its completion";
+      }
+      return place;
+    } catch (const std::runtime_error& e) {
+      reason = e.what();
+    }
+  }
+  buf.emplace(domain, size, access);
+  return "in host memory (" + reason + ")";
+}

@@ -700,30 +700,6 @@ struct Endpoint {
     Complete(entry.op_context, 0, error);
   }
 
-  // Polls until `done` returns true. Error messages begin with `what`. During
-  // the first `grace`, it goes on in spite of a signal. Only a client waits
-  // like this; a server must not, because all its clients would have to wait,
-  // too.
-  void WaitUntil(const char* what, const std::function<bool()>& done,
-                 Clock::duration grace = 0s,
-                 std::chrono::seconds limit = kSilenceLimit) {
-    Clock::time_point start = Clock::now();
-    RestartSilence();
-    size_t empty_polls = 0;
-    while (!done()) {
-      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
-      if (PollCompletion() > 0) continue;
-      if (++empty_polls % kPollsPerYield != 0) continue;
-      CheckSilence(what, limit);
-      if (Clock::now() - last_completion > kQuietLimit) {
-        std::this_thread::sleep_for(kIdlePause);
-      } else {
-        // The other side may need the core to answer us.
-        std::this_thread::yield();
-      }
-    }
-  }
-
   // Begins to count the time without a completion anew.
   void RestartSilence() { last_completion = Clock::now(); }
 
@@ -966,18 +942,6 @@ struct Session {
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
     return true;
   }
-
-  // Client: tells the server that we want nothing more, which spares it waiting
-  // for our silence.
-  void SayBye(std::chrono::seconds limit = kSilenceLimit) {
-    try {
-      Send(AppMessageBase{AppMessageType::kBye});
-      endpoint.WaitUntil(
-          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
-    } catch (const std::runtime_error&) {
-      // The server will notice our silence.
-    }
-  }
 };
 
 // The clients that wait to be served, in the order in which they came. One that
@@ -1057,8 +1021,9 @@ struct Rail {
   // Client: asks the server for the other end of this rail.
   void Ask() {
     asked_at = Clock::now();
-    session.peer = session.endpoint.AddPeerAddress(untried.front());
+    Address address = untried.front();
     untried.pop_front();
+    session.peer = session.endpoint.AddPeerAddress(address);
     session.SendAddress(AppMessageType::kConnect);
     printf("Sent CONNECT message to server on %s\n", Name().c_str());
   }
@@ -1172,7 +1137,7 @@ void PrintLost(const Rail& rail, const char* why) {
   fprintf(stderr, "rail %s is given up: %s\n", rail.Name().c_str(), why);
 }
 
-// Client: polls until `done` returns true. See Endpoint::WaitUntil.
+// Client: polls until `done` returns true. Error messages begin with `what`.
 void WaitUntil(Rails& rails, const char* what,
                const std::function<bool()>& done) {
   size_t empty_polls = 0;

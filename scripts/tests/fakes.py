@@ -100,7 +100,7 @@ class FakeClient:
             time.sleep(1)
             self.send(self.connect())
         self.number = self.server.process.wait_for(
-            r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + "$",
+            r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + r"( on \S+)?$",
             after=already)[1]
         self.session = read_address(accept)[1]
         self.peer(self.session)

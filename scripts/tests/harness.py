@@ -155,8 +155,8 @@ def write_source(path, size, number):
 
 
 def address_of(server):
-    """Waits until a server prints its address."""
-    return server.wait_for(r"following command:\n.* ([0-9a-f]+)( FILE)?\n")[1]
+    """Waits until a server prints its address, or several with commas in between."""
+    return server.wait_for(r"following command:\n.* ([0-9a-f,]+)( FILE)?\n")[1]
 
 
 class Server:
@@ -178,7 +178,9 @@ class Server:
             self.folder = folder or run.new_folder()
             command.append(self.folder)
         self.process = run(command, provider, netns, **env)
-        self.address = address_of(self.process)
+        # What its clients take. A fake one takes one address, of the first adapter.
+        self.addresses = address_of(self.process)
+        self.address = self.addresses.split(",")[0]
 
     def start_client(self, *args, netns=None, **env):
         """Starts a client. If the first argument is a number where a file has to be,
@@ -189,7 +191,7 @@ class Server:
             if args[0].isdigit():
                 source = self.new_source(int(args[0]))
                 args = [source, *args[1:]]
-        client = self.run([self.path, self.address, *args], self.provider, netns,
+        client = self.run([self.path, self.addresses, *args], self.provider, netns,
                           **{**self.env, **env})
         client.source = source
         return client

@@ -115,6 +115,13 @@ WRONG_REPEATS = {
     "repeat negative": [ADDRESS, "8", "8", "-1"],
     "repeat enormous": [ADDRESS, "8", "8", str(2**63)],
 }
+WRONG_LISTS = {
+    "no second address": [ADDRESS + ","],
+    "no first address": ["," + ADDRESS],
+    "an address too many": [ADDRESS + ",," + ADDRESS],
+    "no hexadecimal in a list": [ADDRESS + ",xyz1"],
+    "a space in a list": [ADDRESS + ", " + ADDRESS],
+}
 WRONG_COUNTS = {
     "zero": [ADDRESS, "0"],
     "negative": [ADDRESS, "-1"],
@@ -323,4 +330,18 @@ TABLE = {
         bad_sessions=BAD_TABLES,
         work=base(JOIN),
         most_added=100),
+    "11_rails": Entry(
+        success="Data is correct.",
+        long=["1048576", "200", "100000"],
+        wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS},
+        sizes=[["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
+        quick=["65536", "100", "3"],
+        short=["4096", "10", "1"],
+        others=["65536", "100", "3"],
+        long_begun="^.*RandomFill.*=1048576",
+        imm_data=True,
+        once=["65536", "100", "1"],
+        bad_sessions={**bad_fills(fill_repeatedly, 32), **BAD_REPEATS},
+        work=fill_repeatedly(1 << 20, indices=[0] * 20),
+        fill=fill_repeatedly),
 }

@@ -200,6 +200,7 @@ SESSIONS = {
     "8_malloc": session_of_requests,
     "9_file": session_of_a_file,
     "10_lock": session_of_changes,
+    "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
 }
 
 

@@ -293,6 +293,15 @@ class First:
         return re.search("^Received (.*)$", self.process.output, re.M)[1]
 
 
+def shares(server, client):
+    """What each rail of 11_rails has written for a client, in percent, by the names of
+    the rails, as its last line of progress says."""
+    line = re.findall(rf"^\[{client}\] .* EAGAIN=\d+(.*)$", server.process.output,
+                      re.M)[-1]
+    return {name: int(percent)
+            for name, percent in re.findall(r", (\S+)=(\d+)%", line)}
+
+
 def provider_in(output):
     """The provider that a program says it uses. 10_lock wants atomic operations, so
     libfabric may choose another one for it than for sender.cpp."""

@@ -115,9 +115,9 @@ struct CompletionQueue {
 
 std::unordered_map<struct fid*, Endpoint> g_endpoints;
 std::unordered_map<struct fid*, CompletionQueue> g_cqs;
-struct fi_ops_fabric* g_real_fabric = nullptr;
-struct fi_ops_domain* g_real_domain = nullptr;
-struct fi_ops_mr* g_real_mr = nullptr;
+std::unordered_map<struct fid*, struct fi_ops_fabric*> g_real_fabrics;
+std::unordered_map<struct fid*, struct fi_ops_domain*> g_real_domains;
+std::unordered_map<struct fid*, struct fi_ops_mr*> g_real_mrs;  // of domains
 
 ssize_t WriteMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
                  uint64_t flags) {
@@ -190,7 +190,7 @@ ssize_t SendMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
 int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
              struct fid_mr** mr) {
   if (NoMemory("register")) return -FI_ENOMEM;
-  return g_real_mr->regattr(fid, attr, flags, mr);
+  return g_real_mrs.at(fid)->regattr(fid, attr, flags, mr);
 }
 
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
@@ -228,7 +228,8 @@ int NotValid(struct fid_ep*, enum fi_datatype, enum fi_op, size_t*) {
 
 int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
                  struct fid_ep** ep, void* context) {
-  int ret = g_real_domain->endpoint(domain, info, ep, context);
+  int ret =
+      g_real_domains.at(&domain->fid)->endpoint(domain, info, ep, context);
   if (ret != 0) return ret;
   g_endpoints[&(*ep)->fid].real_ops = Replace((*ep)->fid.ops);
   (*ep)->fid.ops->bind = EndpointBind;
@@ -244,7 +245,7 @@ int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
 int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
            struct fid_cq** cq, void* context) {
   if (attr->format != FI_CQ_FORMAT_DATA) Die("entries in an unknown format");
-  int ret = g_real_domain->cq_open(domain, attr, cq, context);
+  int ret = g_real_domains.at(&domain->fid)->cq_open(domain, attr, cq, context);
   if (ret != 0) return ret;
   g_cqs[&(*cq)->fid] = {Replace((*cq)->ops), {}};
   (*cq)->ops->read = CqRead;
@@ -253,13 +254,13 @@ int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
 
 int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
                struct fid_domain** domain, void* context) {
-  int ret = g_real_fabric->domain(fabric, info, domain, context);
+  int ret =
+      g_real_fabrics.at(&fabric->fid)->domain(fabric, info, domain, context);
   if (ret != 0) return ret;
-  if (g_real_domain != nullptr) Die("a second domain");
-  g_real_domain = Replace((*domain)->ops);
+  g_real_domains[&(*domain)->fid] = Replace((*domain)->ops);
   (*domain)->ops->endpoint = OpenEndpoint;
   (*domain)->ops->cq_open = OpenCq;
-  g_real_mr = Replace((*domain)->mr);
+  g_real_mrs[&(*domain)->fid] = Replace((*domain)->mr);
   (*domain)->mr->regattr = Register;
   return 0;
 }
@@ -293,8 +294,7 @@ extern "C" int fi_fabric(struct fi_fabric_attr* attr,
   int ret = Real("fi_fabric", fi_fabric)(attr, fabric, context);
   --depth;
   if (ret != 0 || depth > 0) return ret;
-  if (g_real_fabric != nullptr) Die("a second fabric");
-  g_real_fabric = Replace((*fabric)->ops);
+  g_real_fabrics[&(*fabric)->fid] = Replace((*fabric)->ops);
   (*fabric)->ops->domain = OpenDomain;
   return 0;
 }

@@ -18,6 +18,7 @@
 //   STRICT_HMEM=N         1: GPU memory is supported (default), 0: it is not,
 //                         2: the provider says so and then registers none
 //   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
+//   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
 //   STRICT_P4D=1          an older device, which has no RDMA WRITE
 //   STRICT_RECEIPT_FAILS=P  percent of the RECVs that complete, and then once
 //                         more, with an error
@@ -35,9 +36,11 @@
 //   order      what is in use is not closed (fi_close in fi_cq(3), fi_av(3), fi_mr(3))
 //   closed     what is closed is not used, and all is closed in the end
 //   desc       a local buffer has the descriptor of a region that it lies in
-//              (FI_MR_LOCAL in fi_mr(3); "a valid desc" in efa_msg.c)
+//              (FI_MR_LOCAL in fi_mr(3); "a valid desc" in efa_msg.c), and that
+//              is one of the endpoint's own domain (fi_domain(3))
 //   access     rights, bounds and keys (fi_mr(3); ofi_mr_map_verify, called in
-//              rdm/efa_rdm_rma.c), and alignment of atomic operations
+//              rdm/efa_rdm_rma.c), and alignment of atomic operations. A key is
+//              one of the domain in which the peer's endpoint is
 //   context    one operation at a time has a context, which is the provider's
 //              as long as it is in flight (FI_CONTEXT2 in fi_getinfo(3))
 //   change     the buffer of a SEND or WRITE stays as it is until it completes
@@ -66,8 +69,8 @@
 //
 // The objects that a program gets are ours, with tables of our functions; the
 // provider's are behind them. What it knows is what the programs use: fi_sendmsg
-// and its like, the short forms of 2_first, one buffer each, one domain, entries
-// in FI_CQ_FORMAT_DATA.
+// and its like, the short forms of 2_first, one buffer each, entries in
+// FI_CQ_FORMAT_DATA.
 
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -103,6 +106,7 @@
 #include <thread>
 #include <unordered_map>
 #include <unordered_set>
+#include <utility>
 #include <vector>
 
 // The functions that a table does not name stay null.
@@ -128,6 +132,7 @@ const auto g_max_msg = static_cast<size_t>(Setting("STRICT_MAX_MSG", -1));
 const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
 const long g_hmem = Setting("STRICT_HMEM", 1);
 const long g_open_us = Setting("STRICT_OPEN_US", 0);
+const long g_adapters = Setting("STRICT_ADAPTERS", 1);
 const bool g_p4d = Setting("STRICT_P4D", 0);
 const long g_receipt_fails = Setting("STRICT_RECEIPT_FAILS", 0);
 
@@ -188,10 +193,23 @@ void CheckThread() {
 
 // ---- Objects ----
 
+// What we know about a domain.
+struct Domain {
+  uint64_t number = 0;  // that no other one has, here or in another process
+  uint64_t mr_mode = 0;
+  size_t open = 0;  // objects in it that the program has not closed yet
+  struct fi_ops* real_fid = nullptr;
+  struct fi_ops_domain* real = nullptr;
+  struct fi_ops_mr* real_mr = nullptr;
+};
+
+std::map<struct fid*, Domain> g_domains;  // by the provider's object
+
 // What we know about an object that a program has got from us. It is never
 // freed, so that we see what a program does with it after fi_close.
 struct Object {
   const char* kind;
+  Domain* domain = nullptr;  // that it is in; an event queue is in none
   struct fid* real = nullptr;
   size_t users = 0;  // open endpoints, or operations in flight
   bool open = true;
@@ -208,6 +226,13 @@ bool Use(const Object& object) {
   return object.open;
 }
 
+// Begins the life of an object.
+void Opened(Object& object, Domain* domain) {
+  ++g_open;
+  object.domain = domain;
+  if (domain != nullptr) ++domain->open;
+}
+
 // Begins each fi_close. Returns false if there is nothing to close.
 bool BeginClose(Object& object) {
   if (!Use(object)) return false;
@@ -217,6 +242,7 @@ bool BeginClose(Object& object) {
   }
   object.open = false;
   --g_open;
+  if (object.domain != nullptr) --object.domain->open;
   return true;
 }
 
@@ -275,6 +301,8 @@ struct Key {
   uint64_t access;
   uint64_t real_base;
   uint64_t real_key;
+  uint64_t domain;
+  uint64_t mr_mode;  // of the provider
   bool open;
   bool gpu;
 };
@@ -283,6 +311,7 @@ struct Key {
 struct Name {
   size_t size;  // bytes of real
   uint8_t real[512];
+  uint64_t domain;
   std::atomic<int> recvs;  // posted, less the messages that were sent there
 };
 
@@ -450,7 +479,6 @@ T* Ours(struct fid* fid) {
 }
 
 std::unordered_set<void*> g_contexts;  // of operations in flight
-uint64_t g_real_mr_mode = 0;
 
 // ---- Checks of what is posted ----
 
@@ -467,6 +495,10 @@ bool CheckLocal(Op& op, const char* what, void** desc, const void* data,
   auto* region = static_cast<Region*>(of_region);
   if (!Use(region->object)) return false;
   const Key& key = *region->shared;
+  if (region->object.domain != op.ep->object.domain) {
+    Violation("desc", name + "the descriptor is of another domain");
+    return false;
+  }
   auto at = reinterpret_cast<uint64_t>(data);
   if (at < key.base || at + size > key.base + key.size) {
     Violation("desc", name + "it is not in the region of its descriptor");
@@ -488,6 +520,11 @@ std::string WhyRefused(const Op& op, const Key* key, uint64_t addr,
   constexpr uint64_t kP4dRights =
       FI_SEND | FI_RECV | FI_REMOTE_READ | FI_REMOTE_WRITE;
   if (key == nullptr) return "there is no such key";
+  auto peer = op.ep->av->names.find(op.addr);
+  if (peer == op.ep->av->names.end()) return "there is no such peer";
+  if (key->domain != peer->second->domain) {
+    return "this is a key of another domain than the peer's";
+  }
   if (!key->open) return "the region has been closed";
   if (addr < key->base || addr + op.size > key->base + key->size) {
     return "this is outside of the region";
@@ -510,7 +547,7 @@ void CheckRemote(Op& op, uint64_t addr, uint64_t key_number, uint64_t rights) {
     op.refused = true;
     return;
   }
-  uint64_t base = g_real_mr_mode & FI_MR_VIRT_ADDR ? key->real_base : 0;
+  uint64_t base = key->mr_mode & FI_MR_VIRT_ADDR ? key->real_base : 0;
   op.remote = {base + (addr - key->base), op.size, key->real_key};
 }
 
@@ -970,6 +1007,7 @@ int GetName(struct fid* fid, void* address, size_t* size) {
 void MakeName(Endpoint& ep) {
   for (uint8_t& byte : ep.address) byte = static_cast<uint8_t>(Unique());
   ep.name = Map<Name>(NameFile(ep.address), true);
+  ep.name->domain = ep.object.domain->number;
   ep.name->size = sizeof(ep.name->real);
   if (fi_getname(ep.object.real, ep.name->real, &ep.name->size) != 0) {
     Die("the provider does not tell its address");
@@ -1210,8 +1248,6 @@ int CloseRegion(struct fid* fid) {
 
 struct fi_ops g_mr_fid_ops = {.size = sizeof(g_mr_fid_ops),
                               .close = CloseRegion};
-struct fi_ops_mr* g_real_mr = nullptr;
-
 int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
              struct fid_mr** result) {
   CheckThread();
@@ -1237,11 +1273,14 @@ int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
   region->mem_desc = region.get();
   region->key = static_cast<uint32_t>(Unique());  // as wide as efa's
   region->shared = Map<Key>(KeyFile(region->key), true);
+  Domain& ours = g_domains.at(domain);
   *region->shared = {.base = reinterpret_cast<uint64_t>(data),
                      .size = size,
                      .access = attr->access,
                      .real_base = reinterpret_cast<uint64_t>(Touch(data)),
                      .real_key = 0,
+                     .domain = ours.number,
+                     .mr_mode = ours.mr_mode,
                      .open = true,
                      .gpu = gpu};
   // The provider has no use for local registrations: see fi_getinfo below.
@@ -1253,12 +1292,12 @@ int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
     real_attr.iface = FI_HMEM_SYSTEM;
     real_attr.device = {};
     struct fid_mr* real = nullptr;
-    int ret = g_real_mr->regattr(domain, &real_attr, flags, &real);
+    int ret = ours.real_mr->regattr(domain, &real_attr, flags, &real);
     if (ret != 0) return ret;
     region->object.real = &real->fid;
     region->shared->real_key = fi_mr_key(real);
   }
-  ++g_open;
+  Opened(region->object, &ours);
   g_regions.insert(region.get());
   *result = region.release();
   return 0;
@@ -1301,16 +1340,15 @@ struct fi_info* RealInfo(const struct fi_info* info) {
   return it->second;
 }
 
-struct fi_ops_fabric* g_real_fabric = nullptr;
-struct fi_ops_domain* g_real_domain = nullptr;
-struct fi_ops* g_real_domain_fid = nullptr;
+std::map<struct fid*, struct fi_ops_fabric*> g_real_fabrics;
 
 int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
                  struct fid_ep** result, void* context) {
   CheckThread();
   std::this_thread::sleep_for(std::chrono::microseconds(g_open_us));
   struct fid_ep* real = nullptr;
-  int ret = g_real_domain->endpoint(domain, RealInfo(info), &real, context);
+  Domain& ours = g_domains.at(&domain->fid);
+  int ret = ours.real->endpoint(domain, RealInfo(info), &real, context);
   if (ret != 0) return ret;
   auto* ep = new Endpoint;
   ep->object.real = &real->fid;
@@ -1322,7 +1360,7 @@ int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
   ep->msg = &g_ep_msg;
   ep->rma = &g_ep_rma;
   ep->atomic = &g_ep_atomic;
-  ++g_open;
+  Opened(ep->object, &ours);
   *result = ep;
   return 0;
 }
@@ -1332,7 +1370,8 @@ int OpenQueue(struct fid_domain* domain, struct fi_cq_attr* attr,
   CheckThread();
   if (attr->format != FI_CQ_FORMAT_DATA) Die("entries in another format");
   struct fid_cq* real = nullptr;
-  int ret = g_real_domain->cq_open(domain, attr, &real, context);
+  Domain& ours = g_domains.at(&domain->fid);
+  int ret = ours.real->cq_open(domain, attr, &real, context);
   if (ret != 0) return ret;
   auto* queue = new Queue;
   queue->object.real = &real->fid;
@@ -1340,7 +1379,7 @@ int OpenQueue(struct fid_domain* domain, struct fi_cq_attr* attr,
   queue->fid = {
       .fclass = FI_CLASS_CQ, .context = context, .ops = &g_cq_fid_ops};
   queue->ops = &g_cq_ops;
-  ++g_open;
+  Opened(queue->object, &ours);
   *result = queue;
   return 0;
 }
@@ -1349,13 +1388,14 @@ int OpenAddressVector(struct fid_domain* domain, struct fi_av_attr* attr,
                       struct fid_av** result, void* context) {
   CheckThread();
   struct fid_av* real = nullptr;
-  int ret = g_real_domain->av_open(domain, attr, &real, context);
+  Domain& ours = g_domains.at(&domain->fid);
+  int ret = ours.real->av_open(domain, attr, &real, context);
   if (ret != 0) return ret;
   auto* av = new AddressVector;
   av->object.real = &real->fid;
   av->fid = {.fclass = FI_CLASS_AV, .context = context, .ops = &g_av_fid_ops};
   av->ops = &g_av_ops;
-  ++g_open;
+  Opened(av->object, &ours);
   *result = av;
   return 0;
 }
@@ -1364,37 +1404,43 @@ int OpenEventQueue(struct fid_fabric* fabric, struct fi_eq_attr* attr,
                    struct fid_eq** result, void* context) {
   CheckThread();
   struct fid_eq* real = nullptr;
-  int ret = g_real_fabric->eq_open(fabric, attr, &real, context);
+  auto* real_fabric = g_real_fabrics.at(&fabric->fid);
+  int ret = real_fabric->eq_open(fabric, attr, &real, context);
   if (ret != 0) return ret;
   auto* eq = new EventQueue;
   eq->object.real = &real->fid;
   eq->fid = {.fclass = FI_CLASS_EQ, .context = context, .ops = &g_eq_fid_ops};
-  ++g_open;
+  Opened(eq->object, nullptr);
   *result = eq;
   return 0;
 }
 
 int CloseDomain(struct fid* fid) {
   CheckThread();
-  if (g_open > 0) Violation("order", "a domain is closed before what is in it");
-  return g_real_domain_fid->close(fid);
+  Domain& ours = g_domains.at(fid);
+  if (ours.open > 0) {
+    Violation("order", "a domain is closed before what is in it");
+  }
+  return ours.real_fid->close(fid);
 }
 
 int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
                struct fid_domain** domain, void* context) {
   struct fi_info* real = RealInfo(info);
-  g_real_mr_mode = static_cast<uint64_t>(real->domain_attr->mr_mode);
-  int ret = g_real_fabric->domain(fabric, real, domain, context);
+  auto* real_fabric = g_real_fabrics.at(&fabric->fid);
+  int ret = real_fabric->domain(fabric, real, domain, context);
   if (ret != 0) return ret;
-  if (g_real_domain != nullptr) Die("a second domain");
-  g_real_domain = Replace((*domain)->ops);
+  Domain& ours = g_domains[&(*domain)->fid];
+  ours.number = Unique();
+  ours.mr_mode = static_cast<uint64_t>(real->domain_attr->mr_mode);
+  ours.real = Replace((*domain)->ops);
   (*domain)->ops->endpoint = OpenEndpoint;
   (*domain)->ops->cq_open = OpenQueue;
   (*domain)->ops->av_open = OpenAddressVector;
-  g_real_mr = Replace((*domain)->mr);
+  ours.real_mr = Replace((*domain)->mr);
   (*domain)->mr->regattr = Register;
   (*domain)->mr->reg = RegisterBuffer;
-  g_real_domain_fid = Replace((*domain)->fid.ops);
+  ours.real_fid = Replace((*domain)->fid.ops);
   (*domain)->fid.ops->close = CloseDomain;
   return 0;
 }
@@ -1511,11 +1557,54 @@ extern "C" int fi_getinfo(uint32_t version, const char* node,
   real_hints->ep_attr->max_msg_size = 0;
   int ret = next(version, node, service, flags, real_hints, info);
   if (ret != 0) return ret;
+  auto* dup = Next("fi_dupinfo", fi_dupinfo);
+  struct fi_info* first = *info;
+  // The answers of other providers would look as if they were efa's, too.
+  for (struct fi_info** one = &first->next; *one != nullptr;) {
+    struct fi_info* other = *one;
+    if (other->addr_format == first->addr_format &&
+        strcmp(other->fabric_attr->prov_name, first->fabric_attr->prov_name) ==
+            0) {
+      one = &other->next;
+      continue;
+    }
+    *one = std::exchange(other->next, nullptr);
+    fi_freeinfo(other);
+  }
+  // The other adapters come first, as copies of the first one.
+  std::string name = first->domain_attr->name;
+  for (long i = g_adapters; i > 1; --i) {
+    struct fi_info* copy = dup(first);
+    copy->next = *info;
+    *info = copy;
+  }
+  long number = 0;
   for (struct fi_info* one = *info; one != nullptr; one = one->next) {
-    g_real_infos[one] = fi_dupinfo(one);
+    g_real_infos[one] = dup(one);
     Disguise(one, hints);
+    if (++number == 1 || number > g_adapters) continue;
+    free(one->domain_attr->name);
+    one->domain_attr->name =
+        strdup((name + "-" + std::to_string(number)).c_str());
   }
   return 0;
+}
+
+// A copy of an answer is as good as the answer.
+extern "C" struct fi_info* fi_dupinfo(const struct fi_info* info) {
+  auto* next = Next("fi_dupinfo", fi_dupinfo);
+  auto it = g_real_infos.find(info);
+  if (it == g_real_infos.end() ||
+      IsLibfabric(__builtin_return_address(0), reinterpret_cast<void*>(next))) {
+    return next(info);
+  }
+  // The adapter is ours, and is never copied.
+  struct fi_info bare = *info;
+  bare.nic = nullptr;
+  struct fi_info* copy = next(&bare);
+  copy->nic = info->nic;
+  g_real_infos[copy] = next(it->second);
+  return copy;
 }
 
 extern "C" int fi_fabric(struct fi_fabric_attr* attr,
@@ -1532,8 +1621,7 @@ extern "C" int fi_fabric(struct fi_fabric_attr* attr,
   if (real == nullptr) Die("a fabric that is not from fi_getinfo");
   int ret = next(real->fabric_attr, fabric, context);
   if (ret != 0) return ret;
-  if (g_real_fabric != nullptr) Die("a second fabric");
-  g_real_fabric = Replace((*fabric)->ops);
+  g_real_fabrics[&(*fabric)->fid] = Replace((*fabric)->ops);
   (*fabric)->ops->domain = OpenDomain;
   (*fabric)->ops->eq_open = OpenEventQueue;
   return 0;

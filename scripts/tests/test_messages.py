@@ -249,7 +249,7 @@ def test_silent_clients(run, serve, program, provider):
     server.stop()
 
 
-@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue", "11_rails"])
 def test_flood(run, serve, program):
     """Somebody sends one CONNECT after the other, each for another conversation. It
     gets the places that there are, and stands in line once for the next one; the server
@@ -336,7 +336,8 @@ def test_stray_messages(run, build, provider):
 
 
 @two_providers
-@pytest.mark.parametrize("program", ["5_reverse", "6_write", "7_queue", "8_malloc"])
+@pytest.mark.parametrize("program", ["5_reverse", "6_write", "7_queue", "8_malloc",
+                                     "11_rails"])
 def test_interrupted_while_waiting(run, build, program, provider):
     """A client that is interrupted while it waits for an answer says BYE, so that
     its server has not to wait for its silence."""

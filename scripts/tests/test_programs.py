@@ -179,12 +179,13 @@ def test_four_clients(serve, program, provider):
 
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,args,provider", [
-    ("5_reverse", [], ""), *(("7_queue", ["4096", "10", "1"], p) for p in ["", "shm"])])
+    ("5_reverse", [], ""), *(("7_queue", ["4096", "10", "1"], p) for p in ["", "shm"]),
+    ("11_rails", ["4096", "10", "1"], "")])
 def test_crowd(serve, program, args, provider):
-    """Seventy clients at once, many more than the server has room for. In 7_queue,
-    a large transfer goes on meanwhile."""
+    """Seventy clients at once, many more than the server has room for. In 7_queue and
+    11_rails, a large transfer goes on meanwhile."""
     server = serve(program, provider)
-    large = ["1048576", "200", "20"] if program == "7_queue" else ["large" * 9999]
+    large = ["large" * 9999] if program == "5_reverse" else ["1048576", "200", "20"]
     server.check_client(*args)
     with server.others(*large, count=1):
         server.process.wait_for(r"^\[2\] (Received \d|Registered)")

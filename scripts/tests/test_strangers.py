@@ -92,13 +92,13 @@ def test_slots_of_a_server(run, serve, provider):
 
 
 @compares_keys
-@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+@pytest.mark.parametrize("program", ["6_write", "7_queue", "11_rails"])
 def test_memory_of_a_client(run, build, program, provider):
     """The address of a client is in its CONNECT, which anybody may read."""
     server = FakeServer(run, build, program, *TABLE[program].least, provider=provider)
     request = server.receive()
     key = int.from_bytes(request[32:40], "little")
-    with server.saying(base(PROGRESS)) if program == "7_queue" else \
+    with server.saying(base(PROGRESS)) if program != "6_write" else \
             contextlib.nullcontext():
         for guess in guesses(provider)[:PLACES]:
             assert not stranger(run, provider, server.client_address,
@@ -152,17 +152,23 @@ def test_line(run, serve, provider):
 
 
 @not_over_verbs("the dead server's adapter says that it has gone")
-def test_server_killed_while_others_wait(run, serve):
-    """Ten seconds without a word are enough here, too."""
-    server = serve("8_malloc")
-    places = [Borrower(run, server) for _ in range(PLACES)]
+@pytest.mark.parametrize("program,signum", [("8_malloc", signal.SIGKILL),
+                                            ("11_rails", signal.SIGSTOP)])
+def test_server_killed_while_others_wait(run, serve, program, signum):
+    """Ten seconds without a word are enough here, too. One that stands still is as
+    silent, and its host does not say that it has gone."""
+    server = serve(program)
+    places = [FakeClient(run, server) for _ in range(PLACES)]
+    for client in places:
+        client.open_session()
     with contextlib.ExitStack() as stack:
-        for client in places:
-            stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
-        client = server.start_client("1")
+        if program == "8_malloc":
+            for client in places:
+                stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
+        client = server.start_client(*TABLE[program].short)
         client.wait_for("^The server has no place", 30)
     began = time.monotonic()
-    server.process.signal(signal.SIGKILL)
+    server.process.signal(signum)
     assert client.wait(40) == 1
     assert time.monotonic() - began < 30
     assert "waiting for ACCEPT: nothing has happened for 10 s" in client.output or \
@@ -198,10 +204,11 @@ def test_idle_clients(run, serve, program, alive):
 
 
 @not_over_verbs("an adapter needs other things than descriptors")
-def test_no_descriptor(serve):
+@pytest.mark.parametrize("program", ["7_queue", "11_rails"])
+def test_no_descriptor(serve, program):
     """A client for whom the server has no descriptors keeps its place in the line until
     there are some."""
-    server = serve("7_queue")
+    server = serve(program)
     pid = server.process.popen.pid
     # One is for the connection over which the CONNECT comes.
     used = len(os.listdir(f"/proc/{pid}/fd")) + 1
@@ -215,7 +222,7 @@ def test_no_descriptor(serve):
 
 
 @pytest.mark.parametrize("program", ["5_reverse", "6_write", "7_queue", "8_malloc",
-                                     "10_lock"])
+                                     "10_lock", "11_rails"])
 def test_refused(run, serve, program):
     """Who asks for what cannot be hears so from the server, and why."""
     server = serve(program)

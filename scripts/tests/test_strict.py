@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from harness import BUILD, OVER_VERBS, PROGRAMS, Server
+from harness import BUILD, OVER_VERBS, PROGRAMS, Server, shares
 from repository import ROOT
 
 pytestmark = pytest.mark.skipif(
@@ -28,7 +28,7 @@ all_programs = pytest.mark.parametrize(
 # Here each operation takes milliseconds. Each page is written once: otherwise a WRITE
 # that comes too late would find its data in place already.
 ARGUMENTS = {"6_write": ["65536", "20"], "7_queue": ["65536", "100", "1"],
-             "8_malloc": ["4"], "10_lock": ["1"]}
+             "8_malloc": ["4"], "10_lock": ["1"], "11_rails": ["65536", "100", "1"]}
 # Rarely is there room, what has been posted takes long, and RECVs complete in any
 # order. The device is an old one, as those beside A100 GPUs: it has no RDMA WRITE. A
 # long WRITE is a READ by the target, into a region that needs FI_RECV for it.
@@ -47,6 +47,8 @@ def strict(run):
     def start(program, provider="", place=BUILD, **env):
         if program == "10_lock":
             env = {**env, **SHORT_DELAYS}
+        if program == "11_rails":
+            env = {"STRICT_ADAPTERS": "3", **env}
         return Server(run, place, program, provider,
                       LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
                       STRICT_DIR=run.new_folder(), **env)
@@ -96,6 +98,8 @@ def test_rules(strict, place, program, provider):
         assert " on cuda:0" in server.process.output
         # The memory of a client of 8_malloc is the host's.
         assert " on cuda:0" in client.output or program == "8_malloc"
+    if program == "11_rails":
+        assert len(shares(server, 1)) == 3 and min(shares(server, 1).values()) > 0
 
 
 @all_programs
@@ -111,7 +115,7 @@ def test_receipt_fails(strict, program):
     check_transfer(strict(program, "shm", STRICT_RECEIPT_FAILS="100"))
 
 
-@pytest.mark.parametrize("program", ["6_write", "7_queue"])
+@pytest.mark.parametrize("program", ["6_write", "7_queue", "11_rails"])
 def test_last_write(strict, program):
     """The WRITE that says that all pages are there overtakes all others, and its client
     loses no time. So it must not be posted before the others have completed, which has
@@ -160,7 +164,8 @@ class TestGpu:
         client = check_transfer(server, "4096", "10", **env)
         assert reason in client.output
 
-    @pytest.mark.parametrize("program", ["6_write", "7_queue"], ids="{}-gpu".format)
+    @pytest.mark.parametrize("program", ["6_write", "7_queue", "11_rails"],
+                             ids="{}-gpu".format)
     @pytest.mark.parametrize("call", [
         "cudaDeviceGetAttribute:3", "cudaDeviceFlushGPUDirectRDMAWrites:2"])
     def test_client_fails(self, strict, program, call):
@@ -174,7 +179,8 @@ class TestGpu:
         server.stop()
         check_rules(client, server.process)
 
-    @pytest.mark.parametrize("program", ["6_write", "7_queue"], ids="{}-gpu".format)
+    @pytest.mark.parametrize("program", ["6_write", "7_queue", "11_rails"],
+                             ids="{}-gpu".format)
     @pytest.mark.parametrize("call", ["cudaMemcpy:1", "cudaDeviceSynchronize:2"])
     def test_server_fails(self, strict, program, call):
         """A server whose GPU fails ends the session. The client learns of it, and

@@ -1555,6 +1555,8 @@ std::list<Domain> OpenRails() {
   if (setting != nullptr && *setting != 0) names = Split(setting);
   std::list<Domain> domains;
   auto open = [&domains](const struct fi_info* info) {
+    // On each host, an address of this kind means another link.
+    if (strncmp(info->fabric_attr->name, "fe80:", 5) == 0) return;
     for (const Domain& domain : domains) {
       const struct fi_info* other = domain.info.get();
       if (strcmp(info->domain_attr->name, other->domain_attr->name) == 0 ||
@@ -1576,7 +1578,9 @@ std::list<Domain> OpenRails() {
     bool loopback = strcmp(info->domain_attr->name, "lo") == 0;
     if (names.empty() && !loopback) open(info);
   }
-  if (domains.empty() && names.empty()) open(list.get());
+  if (domains.empty() && names.empty()) {
+    domains.emplace_back(std::move(list));
+  }
   if (domains.empty()) {
     throw std::runtime_error("RAILS names no interface that there is");
   }

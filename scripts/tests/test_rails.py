@@ -1,0 +1,424 @@
+"""11_rails over several links, between two network namespaces. The links are slow, so
+that a transfer has a middle.
+
+LINKS=30 scripts/test.sh -k test_link_down    takes a link away 30 times, at any moment
+KILLS=60 scripts/test.sh -k test_killed_clients_of_rails"""
+
+import contextlib
+import os
+import random
+import re
+import signal
+import subprocess
+import time
+
+import pytest
+
+from fakes import FakeClient
+from harness import BUILD, Server, shares
+from marks import not_over_verbs
+from messages import (ACCEPT, BYE, REFUSED, base, fill_repeatedly, read_address,
+                      with_nonce)
+from repository import ROOT, make
+
+pytestmark = [pytest.mark.builds("plain"),
+              not_over_verbs("an adapter has one link")]
+# How often a link goes down, and how many clients are killed: see above.
+LINKS = int(os.environ.get("LINKS", "1"))
+KILLS = int(os.environ.get("KILLS", "4"))
+# A page of 64 KiB takes 5 ms on a link.
+MBITS = 100
+GIVEN_UP = r"rail \S+ is given up"
+
+
+class Network:
+    """Two hosts, 0 and 1, and cables between them. The names of the links are those of
+    the cables."""
+
+    def __init__(self):
+        self.hosts = [f"rails{os.getpid()}{side}" for side in "ab"]
+        self.links = [(host, "lo") for host in (0, 1)]
+
+    @staticmethod
+    def call(*command):
+        done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+        if done.returncode != 0:
+            pytest.skip(f"not permitted here: {' '.join(command)}: {done.stdout.strip()}")
+        return done.stdout
+
+    def ip(self, host, *args):
+        self.call("ip", "-n", self.hosts[host], *args)
+
+    def open(self):
+        for host in 0, 1:
+            self.call("ip", "netns", "add", self.hosts[host])
+            # Otherwise an address of IPv6 may be used only after a second or more.
+            self.call("ip", "netns", "exec", self.hosts[host], "bash", "-c",
+                      "echo 0 | tee /proc/sys/net/ipv6/conf/*/accept_dad")
+            self.ip(host, "link", "set", "lo", "up")
+
+    def close(self):
+        for host in self.hosts:
+            subprocess.run(["ip", "netns", "delete", host], check=False,
+                           capture_output=True)
+
+    def plug(self, cable, *addresses, mbits=None):
+        """Lays a cable between the hosts, with these addresses at its ends."""
+        self.call("ip", "link", "add", cable, "netns", self.hosts[0], "type", "veth",
+                  "peer", "name", cable, "netns", self.hosts[1])
+        for host, address in enumerate(addresses):
+            self.ip(host, "address", "add", address, "dev", cable)
+            self.up(host, cable)
+            if mbits:
+                self.limit(host, cable, mbits)
+
+    def plug_all(self, count=4, mbits=MBITS):
+        """Lays so many cables, each in a network of its own: link1, link2 ..."""
+        for i in range(1, count + 1):
+            self.plug(f"link{i}", f"10.11.{i}.1/24", f"10.11.{i}.2/24", mbits=mbits)
+
+    def limit(self, host, cable, mbits):
+        self.call("ip", "netns", "exec", self.hosts[host], "tc", "qdisc", "replace",
+                  "dev", cable, "root", "tbf", "rate", f"{mbits}mbit", "burst", "64kb",
+                  "latency", "50ms")
+
+    def up(self, host, cable):
+        self.ip(host, "link", "set", cable, "up")
+        self.links.append((host, cable))
+
+    def wait(self):
+        """It takes a moment until a link carries anything."""
+        end = time.monotonic() + 10
+        for host, cable in self.links:
+            while "LOWER_UP" not in (found := self.call(
+                    "ip", "-n", self.hosts[host], "link", "show", cable)) or \
+                    "state DOWN" in found:
+                assert time.monotonic() < end, found
+                time.sleep(0.02)
+
+    def down(self, host, cable):
+        self.ip(host, "link", "set", cable, "down")
+
+
+@pytest.fixture
+def network():
+    """Without cables yet."""
+    network = Network()
+    try:
+        network.open()
+        yield network
+    finally:
+        network.close()
+
+
+@pytest.fixture
+def serve_rails(serve, network):
+    """Starts a server on host 0, once all links are up."""
+    def start(**env):
+        network.wait()
+        return serve("11_rails", netns=network.hosts[0], **env)
+    return start
+
+
+@pytest.fixture
+def client_of(network):
+    """Starts a client on host 1."""
+    return lambda server, *args, **env: server.start_client(
+        *(args or server.entry.quick), netns=network.hosts[1], **env)
+
+
+def check(server, client, timeout=60):
+    """A client that succeeds. Returns what each rail has written, in percent."""
+    assert client.wait(timeout) == 0, \
+        client.output + "\nserver:\n" + server.process.output
+    assert client.output.endswith("Data is correct.\n"), client.output
+    number = len(re.findall("Received RandomFill", server.process.output))
+    server.process.wait_for(rf"^\[{number}\] Done\.$")
+    assert not server.errors(), server.process.output
+    return shares(server, number)
+
+
+def rails_of(client):
+    """The names of the links over which a client has asked for its pages."""
+    return re.findall(r"^Sent RandomFill request to server on (\S+)\. ", client.output,
+                      re.M)
+
+
+# ---- All is well ----
+
+def test_four_rails(network, serve_rails, client_of):
+    """Each link takes its part. A slow one takes less, and holds up nobody."""
+    network.plug_all()
+    server = serve_rails()
+    client = client_of(server, "65536", "400", "1")
+    four = check(server, client)
+    assert sorted(rails_of(client)) == ["link1", "link2", "link3", "link4"]
+    assert sorted(four) == ["link1", "link2", "link3", "link4"]
+    assert min(four.values()) > 10 and 96 <= sum(four.values()) <= 100
+    for host in 0, 1:
+        network.limit(host, "link3", MBITS // 5)
+    unequal = check(server, client_of(server, "65536", "400", "1"))
+    slow = unequal.pop("link3")
+    assert 0 < slow < min(unequal.values()) / 2, unequal
+    assert not re.search(GIVEN_UP, server.process.output)
+    server.stop()
+
+
+@pytest.mark.parametrize("host", [0, 1], ids=["server", "client"])
+def test_choice(network, serve_rails, client_of, host):
+    """RAILS narrows the choice, and orders it. A name that nothing has is no error,
+    unless there is no other."""
+    network.plug_all(3, mbits=None)
+    chosen = {"RAILS": "link3,link9,link1,link3"}
+    server = serve_rails(**(chosen if host == 0 else {}))
+    client = client_of(server, **{"RAILS": "", **(chosen if host == 1 else {})})
+    assert sorted(set(check(server, client))) == ["link1", "link3"]
+    # Linux may reach the server's addresses from any link.
+    assert host == 0 or sorted(rails_of(client)) == ["link1", "link3"]
+    opened = server.process if host == 0 else client
+    assert re.findall("^domain: ([^,]+)", opened.output, re.M) == ["link3", "link1"]
+    assert server.addresses.count(",") == (1 if host == 0 else 2)
+    wrong = client_of(server, RAILS="link9")
+    assert wrong.wait(10) == 1
+    assert wrong.output == "error: RAILS names no interface that there is\n"
+    server.stop()
+
+
+@pytest.mark.parametrize("dead", [1, 2])
+def test_dead_from_the_start(network, serve_rails, client_of, dead):
+    """The server has a link that the client can't reach. It may be the first."""
+    network.plug_all(2, mbits=None)
+    server = serve_rails()
+    network.down(0, f"link{dead}")
+    client = client_of(server)
+    assert list(check(server, client)) == [f"link{3 - dead}"]
+    assert f"No rail: link{dead} (" in client.output
+    server.stop()
+
+
+def test_namesakes(network, serve_rails, client_of):
+    """Each host has a network of its own with the same name and the same address, as
+    docker0. It is no rail, because the other host does not answer there."""
+    for host in 0, 1:
+        network.ip(host, "link", "add", "docker0", "type", "veth", "peer", "name",
+                   "container")
+        network.ip(host, "address", "add", "172.17.0.1/16", "dev", "docker0")
+        network.up(host, "docker0")
+        network.up(host, "container")
+    network.plug_all(2, mbits=None)
+    server = serve_rails()
+    assert "domain: docker0" in server.process.output
+    client = client_of(server)
+    assert sorted(check(server, client)) == ["link1", "link2"]
+    assert "No rail: docker0 (" in client.output
+    server.stop()
+
+
+def test_one_subnet_twice(network, serve_rails, client_of):
+    """The kernel chooses the link by the destination, so two links in one subnet gain
+    nothing. They cost nothing either."""
+    for i in 1, 2:
+        network.plug(f"link{i}", f"10.12.0.{i}/24", f"10.12.0.1{i}/24")
+    server = serve_rails()
+    for _ in range(2):
+        check(server, client_of(server))
+    server.stop()
+
+
+def test_ipv6(network, serve_rails, client_of):
+    """Each link has a link-local address, too, which is no use: the number of a link is
+    part of it, and another one on each host."""
+    network.ip(1, "link", "add", "other", "type", "veth", "peer", "name", "another")
+    for i in 1, 2:
+        network.plug(f"link{i}", f"fd00:{i}::1/64", f"fd00:{i}::2/64")
+    server = serve_rails()
+    client = client_of(server)
+    assert len(check(server, client)) == 2
+    server.stop()
+
+
+# ---- Links that fail ----
+
+@pytest.mark.parametrize("host", [0, 1], ids=["server", "client"])
+def test_link_down(network, serve_rails, client_of, host):
+    """In the middle of a transfer, at either end. The others do its work, and the
+    next client does without it, or with it, when it is back."""
+    network.plug_all()
+    server = serve_rails()
+    for i in range(LINKS):
+        client = client_of(server, "65536", "100", "8")
+        server.process.wait_for("^.*Registered", count=i + 1)
+        time.sleep(0.3 if LINKS == 1 else random.uniform(0, 1.2))
+        link = f"link{random.randrange(4) + 1}"
+        before = server.process.output.count("is given up")
+        network.down(host, link)
+        left = check(server, client)
+        if LINKS == 1:
+            assert link not in left and len(left) == 3
+        assert server.process.output.count("is given up") - before == 4 - len(left)
+        network.up(host, link)
+    check(server, client_of(server))
+    server.stop()
+
+
+def test_link_away(network, serve_rails, client_of):
+    """For a moment. Its rail survives."""
+    network.plug_all(2)
+    server = serve_rails()
+    client = client_of(server, "65536", "100", "5")
+    server.process.wait_for("^.*Registered")
+    time.sleep(0.3)
+    network.down(1, "link2")
+    time.sleep(1.5)
+    network.up(1, "link2")
+    assert len(check(server, client)) == 2
+    assert not re.search(GIVEN_UP, server.process.output + client.output)
+    server.stop()
+
+
+def test_all_links_down(network, serve_rails, client_of):
+    """Both sides say so, and the server serves the next client."""
+    network.plug_all(2)
+    server = serve_rails()
+    client = client_of(server, "65536", "100", "20")
+    server.process.wait_for("^.*Registered")
+    time.sleep(0.3)
+    for link in "link1", "link2":
+        network.down(1, link)
+    assert client.wait(30) == 1
+    assert re.search("^error: (waiting for the pages: nothing has happened for 10 s|"
+                     "RECV failed)", client.output, re.M), client.output
+    server.process.wait_for(
+        r"^\[1\] error: WRITE(: nothing has happened for 10 s| failed)", 30)
+    for link in "link1", "link2":
+        network.up(1, link)
+    assert len(server.errors()) == 1
+    client = client_of(server)
+    assert client.wait() == 0, client.output
+    server.stop()
+
+
+# After the notification, clears the memory, and looks whether it stays clear until
+# there is a file STOP. Without CLOSE, polls its rails meanwhile.
+LATE = """
+  if (getenv("CLOSE") != nullptr) SayBye(rails);
+  CheckMemory(*memory, request, page_idx);
+  memset(memory->data.get(), 0, memory->size);
+  printf("cleared\\n");
+  size_t late = 0;
+  while (access(getenv("STOP"), F_OK) != 0 && late == 0) {
+    PollRails(rails, [](Rail&) {}, [](Rail&, const char*) {});
+    std::this_thread::sleep_for(20 * kIdlePause);
+    for (size_t i = 0; i < memory->size; ++i) late += memory->data[i] != 0;
+  }
+  printf("%zu late bytes\\n", late);
+"""
+
+
+def test_late_bytes(network, run, serve_rails, tmp_path):
+    """What a rail that failed has left in the kernel's queue comes when its link is
+    back. A client that has closed its rails gets nothing of it into its memory."""
+    with open(f"{ROOT}/src/11_rails.cpp") as file:
+        source = file.read()
+    old = "\n".join(["", "  SayBye(rails);",
+                     "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);",
+                     "  CheckMemory(*memory, request, page_idx);", ""])
+    assert source.count(old) == 1
+    (tmp_path / "src").mkdir()
+    (tmp_path / "src/11_rails.cpp").write_text(source.replace(old, LATE))
+    with open(f"{ROOT}/Makefile") as file:
+        (tmp_path / "Makefile").write_text(file.read())
+    make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0", "CUDA_HOME=",
+         "build/11_rails")
+    network.plug_all(2)
+    server = serve_rails()
+
+    stop = str(tmp_path / "stop")
+    clients = [run([str(tmp_path / "build/11_rails"), server.addresses, "65536", "100",
+                    "2"], netns=network.hosts[1], STOP=stop, **env)
+               for env in ({"CLOSE": "1"}, {})]
+    server.process.wait_for(r"^.*Registered", count=2)
+    time.sleep(0.3)
+    network.down(0, "link2")
+    for client in clients:
+        client.wait_for("^cleared$", 30)
+    network.up(0, "link2")
+    # TCP sends again when as much time has gone by as since the last time.
+    clients[1].wait_for("^[1-9].* late bytes$", 30)
+    with open(stop, "w"):
+        pass
+    clients[0].wait_for("^0 late bytes$")
+    server.stop()
+
+
+# ---- Clients that are not as they should be ----
+
+def test_killed_clients_of_rails(network, serve_rails, client_of):
+    """At any moment, with four links."""
+    network.plug_all()
+    server = serve_rails()
+    for _ in range(KILLS):
+        client = client_of(server, "65536", "100", "100")
+        time.sleep(random.uniform(0.2, 0.8))
+        client.signal(signal.SIGKILL)
+        client.wait()
+    client = client_of(server)
+    assert client.wait() == 0, client.output + server.process.output
+    server.stop()
+
+
+def join(server, rail, first):
+    """Has a sender ask for one more rail of a client that is served. Returns the number
+    that the server gives to the client of this rail."""
+    already = len(server.process.lines)
+    rail.nonce = first.nonce
+    rail.peer(server.address)
+    rail.send(rail.connect())
+    accept = rail.receive()
+    assert accept[:8] == base(ACCEPT)
+    rail.peer(read_address(accept)[1])
+    return server.process.wait_for(
+        rf"^\[(\d+)\] Received CONNECT .* {rail.address.hex()} on \S+$",
+        after=already)[1]
+
+
+def test_another_request(run, serve):
+    """Whatever comes over another rail has to be the same request, but for the place
+    and the key of the memory."""
+    server = serve("11_rails")
+    good = fill_repeatedly(addr=4096, rkey=1, indices=[1, 2])
+    bad = {
+        "seed": good[:40] + bytes(8) + good[48:],
+        "size": fill_repeatedly(size=2 << 20, indices=[1, 2]),
+        "pages": fill_repeatedly(indices=[2, 1]),
+        "fewer": fill_repeatedly(indices=[1]),
+        "repeat": fill_repeatedly(repeat=2, indices=[1, 2]),
+    }
+    for what, other in bad.items():
+        first, second = FakeClient(run, server), FakeClient(run, server)
+        first.open_session()
+        assert join(server, second, first) == first.number
+        first.send(good)
+        second.send(other)
+        first.expect("error: bad message: not the request that came over another rail")
+        assert second.receive()[:8] == base(REFUSED), what
+    server.check_client()
+    server.stop()
+
+
+def test_nonce_of_a_rail(run, serve):
+    """Somebody who does not know the nonce of a client does not become its rail."""
+    server = serve("11_rails")
+    first, second, stranger = (FakeClient(run, server) for _ in range(3))
+    first.open_session()
+    assert join(server, second, first) == first.number
+    stranger.open_session()
+    assert stranger.number != first.number
+    # What it says in its own session costs the client nothing.
+    stranger.send(base(BYE))
+    stranger.expect("Done")
+    second.send(base(99))
+    first.expect("error: bad message: ")
+    server.check_client()
+    server.stop()

@@ -84,6 +84,7 @@ constexpr auto kAskLimit = 3s;        // without one, that client has given up
 constexpr auto kTellAfter = 100ms;    // in line, a client is told to wait
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+constexpr size_t kMaxRails = 64;      // of a client; more are not accepted
 
 constexpr size_t kMaxPageSize = 16 << 20;     // bytes
 constexpr size_t kMaxTransfer = 512 << 20;    // bytes, all pages of all clients
@@ -1247,6 +1248,7 @@ struct ServedClient {
 
   // Opens our end of a rail, unless the client asks for it once more.
   void AddRail(Domain& domain, const AppConnectMessage& connect) {
+    if (rails.size() >= kMaxRails) return;
     for (const Rail& rail : rails) {
       if (AddressIn(rail.connect_msg) == AddressIn(connect)) return;
     }

@@ -22,6 +22,7 @@ pytest.register_assert_rewrite("harness", "fakes", "repository")
 
 from harness import (BUILD, OVER_VERBS, ROOT, Process, Server,  # noqa: E402
                      owned_shm_files, provider_in)
+from links import Network  # noqa: E402
 from table import TABLE  # noqa: E402
 
 
@@ -172,6 +173,17 @@ def hosts():
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], check=False,
                            capture_output=True)
+
+
+@pytest.fixture
+def network():
+    """Two hosts, without cables yet: see links.py."""
+    network = Network()
+    try:
+        network.open()
+        yield network
+    finally:
+        network.close()
 
 
 @pytest.fixture(scope="session")

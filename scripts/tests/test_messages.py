@@ -249,7 +249,7 @@ def test_silent_clients(run, serve, program, provider):
     server.stop()
 
 
-@pytest.mark.parametrize("program", ["5_reverse", "7_queue", "11_rails"])
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
 def test_flood(run, serve, program):
     """Somebody sends one CONNECT after the other, each for another conversation. It
     gets the places that there are, and stands in line once for the next one; the server

@@ -1,0 +1,80 @@
+"""Two hosts with several links between them: network namespaces."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+# A page of 64 KiB takes 5 ms on a link.
+MBITS = 100
+
+
+class Network:
+    """Two hosts, 0 and 1, and cables between them. The names of the links are those of
+    the cables."""
+
+    def __init__(self):
+        self.hosts = [f"rails{os.getpid()}{side}" for side in "ab"]
+        self.links = [(host, "lo") for host in (0, 1)]
+
+    @staticmethod
+    def call(*command):
+        done = subprocess.run(command, check=False, text=True, stdout=subprocess.PIPE,
+                              stderr=subprocess.STDOUT)
+        if done.returncode != 0:
+            pytest.skip(f"not permitted here: {' '.join(command)}: {done.stdout.strip()}")
+        return done.stdout
+
+    def ip(self, host, *args):
+        self.call("ip", "-n", self.hosts[host], *args)
+
+    def open(self):
+        for host in 0, 1:
+            self.call("ip", "netns", "add", self.hosts[host])
+            # Otherwise an address of IPv6 may be used only after a second or more.
+            self.call("ip", "netns", "exec", self.hosts[host], "bash", "-c",
+                      "echo 0 | tee /proc/sys/net/ipv6/conf/*/accept_dad")
+            self.ip(host, "link", "set", "lo", "up")
+
+    def close(self):
+        for host in self.hosts:
+            subprocess.run(["ip", "netns", "delete", host], check=False,
+                           capture_output=True)
+
+    def plug(self, cable, *addresses, mbits=None):
+        """Lays a cable between the hosts, with these addresses at its ends."""
+        self.call("ip", "link", "add", cable, "netns", self.hosts[0], "type", "veth",
+                  "peer", "name", cable, "netns", self.hosts[1])
+        for host, address in enumerate(addresses):
+            self.ip(host, "address", "add", address, "dev", cable)
+            self.up(host, cable)
+            if mbits:
+                self.limit(host, cable, mbits)
+
+    def plug_all(self, count=4, mbits=MBITS):
+        """Lays so many cables, each in a network of its own: link1, link2 ..."""
+        for i in range(1, count + 1):
+            self.plug(f"link{i}", f"10.11.{i}.1/24", f"10.11.{i}.2/24", mbits=mbits)
+
+    def limit(self, host, cable, mbits):
+        self.call("ip", "netns", "exec", self.hosts[host], "tc", "qdisc", "replace",
+                  "dev", cable, "root", "tbf", "rate", f"{mbits}mbit", "burst", "64kb",
+                  "latency", "50ms")
+
+    def up(self, host, cable):
+        self.ip(host, "link", "set", cable, "up")
+        self.links.append((host, cable))
+
+    def wait(self):
+        """It takes a moment until a link carries anything."""
+        end = time.monotonic() + 10
+        for host, cable in self.links:
+            while "LOWER_UP" not in (found := self.call(
+                    "ip", "-n", self.hosts[host], "link", "show", cable)) or \
+                    "state DOWN" in found:
+                assert time.monotonic() < end, found
+                time.sleep(0.02)
+
+    def down(self, host, cable):
+        self.ip(host, "link", "set", cable, "down")

@@ -341,12 +341,71 @@ MUTANTS = {
         "test_lock.py test_together"),
 }
 
+MUTANTS |= {
+    "rail-again": Mutant(
+        "what a failed rail had in flight is written again", "11_rails",
+        "if (op.in_flight && op.OneSided()) again", "if (op.number > ~0u) again",
+        "test_rails.py test_link_down"),
+    "rail-away": Mutant(
+        "a rail survives that is away for a moment", "11_rails",
+        "constexpr auto kRailLimit = 4s;", "constexpr auto kRailLimit = 1s;",
+        "test_rails.py test_link_away"),
+    "rail-nonce": Mutant(
+        "only who knows the nonce of a client is one of its rails", "11_rails",
+        "return client.Nonce() == nonce; });",
+        "return client.Nonce() == nonce || nonce > 0; });",
+        "test_rails.py test_nonce_of_a_rail"),
+    "rail-request": Mutant(
+        "all rails bring the same request", "11_rails",
+        "if (indices == page_idx && memcmp(&msg, &request_msg, sizeof(msg)) == 0) {",
+        "if (msg.num_pages > 0) {",
+        "test_rails.py test_another_request"),
+    "rail-next-address": Mutant(
+        "an adapter without an answer asks at the next address", "11_rails",
+        "if (!rail->untried.empty()) {", "if (rail->untried.size() > 99) {",
+        "test_rails.py test_dead_from_the_start"),
+    "rail-each-address": Mutant(
+        "an adapter asks at each address once", "11_rails",
+        "    untried.pop_front();\n    session.peer = ", "    session.peer = ",
+        "test_failures.py test_address_of_another_provider and 11_rails"),
+    "rail-waiting": Mutant(
+        "a client in line gives up when it hears nothing more", "11_rails",
+        "if (session.waiting || (rail->untried.empty() && !answered)) {",
+        "if (session.waiting) continue;\n"
+        "        if (rail->untried.empty() && !answered) {",
+        "test_strangers.py test_server_killed_while_others_wait and 11_rails"),
+    "rail-link-local": Mutant(
+        "a link-local address is no rail", "11_rails",
+        '"fe80:", 5) == 0) return;', '"fe80:", 5) == 77) return;',
+        "test_rails.py test_ipv6"),
+    "rail-flood": Mutant(
+        "the rails of a client are limited", "11_rails",
+        "if (rails.size() >= kMaxRails) return;", "if (kMaxRails == 0) return;",
+        "test_rails.py test_flood_of_rails"),
+}
+
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.
 MUTANTS |= {
     "strict-last-write": Mutant(
         "the last WRITE waits for all others", "7_queue",
         "(last ? 1 : max_outstanding)", "max_outstanding",
         "test_strict.py test_last_write and 7_queue"),
+    "strict-rail-notification": Mutant(
+        "the last WRITE waits for those on all rails", "11_rails",
+        "(write == last && finished_write_ops < last)",
+        "(write == last && again.size() > 0)",
+        "test_strict.py test_last_write and 11_rails"),
+    "strict-rail-key": Mutant(
+        "each rail has the key of its own domain", "11_rails",
+        "rail.rkey = std::exchange(msg.rkey, 0);",
+        "rail.rkey = std::exchange(msg.rkey, 0);\n"
+        "    if (rails.front().rkey != 0) rail.rkey = rails.front().rkey;",
+        "test_strict.py test_rules and 11_rails and not gpu"),
+    "strict-rail-descriptor": Mutant(
+        "each rail has the descriptor of its own domain", "11_rails",
+        "fi_mr_desc(op->buf->mrs.at(&domain));",
+        "fi_mr_desc(op->buf->mrs.begin()->second);",
+        "test_strict.py test_rules and 11_rails and not gpu"),
     "strict-delivery": Mutant(
         "a completion that says where the data is has been asked for", "7_queue",
         "uint64_t write_flags = FI_DELIVERY_COMPLETE;", "uint64_t write_flags = 0;",

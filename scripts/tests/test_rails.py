@@ -176,6 +176,7 @@ def test_link_down(network, serve_rails, client_of, host):
             assert link not in left and len(left) == 3
         assert server.process.output.count("is given up") - before == 4 - len(left)
         network.up(host, link)
+        network.wait()
     check(server, client_of(server))
     server.stop()
 

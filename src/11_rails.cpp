@@ -100,6 +100,9 @@ constexpr size_t kMaxOutstandingBytes = 16 << 20;
 // to wait for what the slowest one has taken.
 constexpr size_t kMaxOutstandingRailBytes = 512 << 10;
 
+// For rails that have not been accepted, after another one has.
+constexpr auto kRailGrace = 2s;
+
 // A rail has failed if nothing completes on it for so long, and for as long as
 // the slowest link that we can think of takes for what is in flight.
 constexpr auto kRailLimit = 4s;
@@ -320,7 +323,7 @@ struct Domain {
   Info info;
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> handle;
-  std::random_device random;
+  std::random_device random{"/dev/urandom"};  // the default may take 25 us
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
@@ -968,10 +971,12 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
-  // Removes those who have not asked again in time.
+  // Removes those who have given up: they have not asked again in time, or could
+  // not be told to.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
-      return Clock::now() - visitor.since > kAskLimit;
+      auto limit = visitor.told ? kAskLimit : kSilenceLimit;
+      return Clock::now() - visitor.since > limit;
     });
   }
 
@@ -982,7 +987,6 @@ struct WaitingLine {
     for (Visitor& visitor : visitors) {
       if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
       visitor.told = true;  // also if its address turns out to be none
-      visitor.since = Clock::now();
       if (visitor.addr == FI_ADDR_UNSPEC) {
         visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
       }
@@ -990,6 +994,7 @@ struct WaitingLine {
       // If there is no room for it now, this one is told in the next round.
       visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
                                visitor.addr) != -FI_EAGAIN;
+      if (visitor.told) visitor.since = Clock::now();
     }
   }
 };
@@ -1065,7 +1070,8 @@ Endpoint& Freshest(Rails& rails) {
 
 // Client: looks for the other end of each rail. Names of networks prove nothing:
 // only an answer does. So each adapter asks at an address of the server, a
-// second later at the next one, and is no rail if none answers.
+// second later at the next one, and is no rail if none answers soon after the
+// first rail has been accepted.
 void Connect(Rails& rails, std::list<Domain>& domains,
              const std::vector<Address>& server_addrs) {
   uint32_t nonce = std::random_device()();
@@ -1103,7 +1109,8 @@ void Connect(Rails& rails, std::list<Domain>& domains,
         }
       } catch (const std::exception& e) {
         // Closing the endpoint ends whatever is on its way to the last address.
-        if (!rail->untried.empty()) {
+        bool late = answered && Clock::now() - answered_at > kRailGrace;
+        if (!rail->untried.empty() && !late) {
           rails.emplace(rail, session.domain)->untried = rail->untried;
         } else if (rails.size() > 1) {
           printf("No rail: %s (%s)\n", rail->Name().c_str(), e.what());

@@ -158,8 +158,8 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test test-rdma mutants fuzz bench bench-variants bench-file bench-lock lint \
-  book test-book figures clean help
+.PHONY: demo test test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
+  bench-rails lint book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -209,6 +209,12 @@ bench-lock:
 	@scripts/install-deps.sh build bench
 	@$(MAKE) --no-print-directory $(BUILD)/10_lock
 	@BUILD=$(BUILD) scripts/bench/bench.sh --lock
+
+# RUNS, SETS, SECONDS: see scripts/bench/bench_rails.py.
+bench-rails:
+	@scripts/install-deps.sh build bench
+	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/11_rails
+	@BUILD=$(BUILD) scripts/bench/bench.sh --rails
 
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
@@ -264,6 +270,7 @@ help:
 	@echo 'make bench-variants  and what each of the things that made it fast does'
 	@echo 'make bench-file measure 9_file beside what this machine can do'
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
+	@echo 'make bench-rails measure 11_rails beside what several links can do'
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make break-2    build a program with one thing broken on purpose'

@@ -389,10 +389,10 @@ LINK_SECONDS = 2   # for each run
 
 
 @contextlib.contextmanager
-def link():
-    """Makes two network namespaces with a cable between them, of the speed LINK in
-    both directions. Yields that speed in bits a second, the IP address in the
-    second namespace, and for each namespace the start of a command that runs in
+def links(speeds):
+    """Makes two network namespaces with a cable between them for each of the speeds,
+    which holds in both directions. Yields the speeds in bits a second, the IP addresses
+    in the second namespace, and for each namespace the start of a command that runs in
     it. Raises OSError or RuntimeError where that is not permitted."""
     # Only root can do without a user namespace.
     root = os.geteuid() == 0
@@ -415,25 +415,38 @@ def link():
 
         first, _ = namespace(*unshare)
         second, keeper = namespace(*first, "unshare", "--net")
-        run(WRITER, "", *first, "ip", "link", "add", "cable0", "type", "veth",
-            "peer", "name", "cable0", "netns", str(keeper.pid))
-        for number, enter in enumerate([first, second], 1):
-            # The kernel sends up to 64 KiB at a time, so the bucket has room for
-            # several of those.
-            run(WRITER, "", *enter, "sh", "-ec", f"""
-                ip address add 192.0.2.{number}/24 dev cable0
-                ip link set cable0 up
-                tc qdisc add dev cable0 root tbf rate {LINK} burst 256kb latency 20ms
-                """)
-        # libfabric passes over an interface that is not yet running.
-        for enter in [first, second]:
-            run(WRITER, "", *enter, "sh", "-c",
-                "until ip -br link show cable0 | grep -q ' UP '; do sleep 0.01; done")
-        shown = run(WRITER, "", *first, "tc", "-json", "qdisc", "show", "dev",
-                    "cable0")
-        yield (8 * json.loads(shown)[0]["options"]["rate"], "192.0.2.2",
-               [[*enter, "env", "FI_TCP_IFACE=cable0"]
-                for enter in [first, second]])
+        rates = []
+        for cable, speed in enumerate(speeds):
+            name = f"cable{cable}"
+            run(WRITER, "", *first, "ip", "link", "add", name, "type", "veth",
+                "peer", "name", name, "netns", str(keeper.pid))
+            for number, enter in enumerate([first, second], 1):
+                # The kernel sends up to 64 KiB at a time, so the bucket has room for
+                # several of those.
+                run(WRITER, "", *enter, "sh", "-ec", f"""
+                    ip address add 10.11.{cable}.{number}/24 dev {name}
+                    ip link set {name} up
+                    tc qdisc add dev {name} root tbf rate {speed} burst 256kb latency 20ms
+                    """)
+            # libfabric passes over an interface that is not yet running.
+            for enter in [first, second]:
+                run(WRITER, "", *enter, "sh", "-c",
+                    f"until ip -br link show {name} | grep -q ' UP '; do sleep 0.01; done")
+            shown = run(WRITER, "", *first, "tc", "-json", "qdisc", "show", "dev", name)
+            rates.append(8 * json.loads(shown)[0]["options"]["rate"])
+        yield rates, [f"10.11.{cable}.2" for cable in range(len(speeds))], [first, second]
+
+
+def over(cable, hosts):
+    """For each namespace, the start of a command that uses one cable."""
+    return [[*enter, "env", f"FI_TCP_IFACE=cable{cable}"] for enter in hosts]
+
+
+@contextlib.contextmanager
+def link():
+    """Makes a cable of the speed LINK. Yields what links() does, for it alone."""
+    with links([LINK]) as ([speed], [ip], hosts):
+        yield speed, ip, over(0, hosts)
 
 
 def measure_link(results):

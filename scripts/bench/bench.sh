@@ -3,13 +3,14 @@
 # scripts/bench/bench.sh [--variants [NAME...]]   bench.py
 # scripts/bench/bench.sh --file                   bench_file.py
 # scripts/bench/bench.sh --lock                   bench_lock.py
+# scripts/bench/bench.sh --rails                  bench_rails.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
 
 program=bench.py
 case ${1-} in
-  --file | --lock)
+  --file | --lock | --rails)
     program=bench_${1#--}.py
     shift
     ;;

@@ -47,7 +47,7 @@ def run_bench(build, *arguments, **env):
 
 def link_programs(folder):
     """Results are written beside the programs, but should not appear in build."""
-    for program in ["7_queue", "8_malloc", "9_file", "10_lock", "bench_loop"]:
+    for program in ["7_queue", "8_malloc", "9_file", "10_lock", "11_rails", "bench_loop"]:
         (folder / program).symlink_to(f"{ROOT}/build/{program}")
 
 
@@ -113,6 +113,19 @@ def test_lock(tmp_path):
                 assert [float(row["changes_per_second"]) > 0 for row in rows
                         if (row["provider"], row["clients"], row["kind"]) ==
                         (provider, str(clients), kind)] == [True]
+
+
+def test_rails(tmp_path):
+    link_programs(tmp_path)
+    output = run_bench(str(tmp_path), "--rails", SETS="200 300,150", SECONDS="0.3")
+    rows = read_csv(tmp_path / "bench-rails.csv")
+    assert sorted({(row["program"], row["links"]) for row in rows}) == sorted(
+        (program, links) for program in ["11_rails", "dealt out", "iperf3"]
+        for links in ["200", "300, 150"])
+    assert all(float(row["gbps"]) > 0 for row in rows)
+    for links in ["200", "300, 150"]:
+        assert re.search(rf"(?m)^{links}( +[0-9.]+){{5}}$", output)
+        assert re.search(rf"(?m)^{links}: / iperf3 +>= 0.9[57] +[0-9.]+$", output)
 
 
 def test_file(tmp_path):

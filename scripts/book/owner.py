@@ -190,6 +190,26 @@ FIGURES = {
              [(298, ["the swap"], "bold")]),
         [("data", 80, 154), ("reply", 162, 170), ("call", 234, 292), ("reply", 302, 366)],
         [(352, 1, "as expected", "")]),
+    11: Figure(
+        "Who owns it now? A page, and a rail that fails",
+        """Time runs from left to right, in two lanes. The server's page is the server's until
+        it posts the WRITE on rail A, and then in flight. Rail A falls silent. After 4 seconds
+        the server closes its end of A and posts the same WRITE on rail B. With the completion
+        there, the page is the server's again. The client's place has been lent to the server,
+        and in flight since the first post. The notification says that the page is there. But
+        bytes of rail A, drawn in red, may arrive after it, so the place stays in flight until
+        the client has closed all its rails. Only then is it the client's again.""",
+        Lane("a page of the server's",
+             [(12, "mine", "mine"), (76, "flight", "on rail A"), (228, "flight", "on rail B"),
+              (324, "mine", "mine")],
+             [(76, ["post", "on A"], "bold"), (228, ["4 s of silence:", "post on B"], "bold"),
+              (324, ["completion"], "bold")]),
+        Lane("its place at the client",
+             [(12, "mine", "lent"), (76, "flight", "in flight"),
+              (356, "flight", "late bytes?"), (450, "theirs", "theirs")],
+             [(356, ["notification"], ""), (450, ["rails", "closed"], "bold")]),
+        [("data", 238, 306), ("reply", 308, 322), ("wrong", 86, 412)],
+        [(102, 2, "bytes of A, late", "wrong"), (330, 0, "in place on B", "")]),
 }
 
 

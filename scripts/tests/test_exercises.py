@@ -52,7 +52,8 @@ def test_answer(tmp_path, number, program):
     shutil.copy(f"{ROOT}/{BUILD}/sender", copy / "build")  # not built once more
     output = make("-C", str(copy), "BUILD=build", "CXXFLAGS=-O0", "CUDA_HOME=",
                   f"exercise-{number}")
-    assert re.search("^[0-9]+ passed in", output, re.M), output
+    # Not everybody may have namespaces.
+    assert re.search("^[0-9]+ passed(, [0-9]+ skipped)? in", output, re.M), output
     for line in (copy / "src" / f"{program}.cpp").read_text().splitlines():
         assert len(line) <= 80, line
 

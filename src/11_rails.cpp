@@ -1,7 +1,7 @@
 // 11_rails: one transfer over several adapters.
 //
-// A rail is an endpoint in a domain of its own. Each takes the next page when it
-// has room, so a faster one takes more. If one fails, others take its pages.
+// A rail is an endpoint in a domain of its own. Each takes the next page when
+// it has room, so a faster one takes more. If one fails, others take its pages.
 //
 // Based on 7_queue.
 
@@ -929,8 +929,8 @@ struct Session {
     return unsent == 0 || Clock::now() >= leave_at;
   }
 
-  // Client: returns whether the server has accepted us. It answers at once: with
-  // an ACCEPT or, if it has no place for us yet, with a WAIT.
+  // Client: returns whether the server has accepted us. It answers at once:
+  // with an ACCEPT or, if it has no place for us yet, with a WAIT.
   bool IsAccepted() {
     if (Clock::now() >= ask_at) {
       SendAddress(AppMessageType::kConnect);
@@ -971,8 +971,8 @@ struct WaitingLine {
     if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
   }
 
-  // Removes those who have given up: they have not asked again in time, or could
-  // not be told to.
+  // Removes those who have given up: they have not asked again in time, or
+  // could not be told to.
   void RemoveGone() {
     std::erase_if(visitors, [](const Visitor& visitor) {
       auto limit = visitor.told ? kAskLimit : kSilenceLimit;
@@ -1003,8 +1003,8 @@ struct WaitingLine {
 // Rails
 // ---------------------------------------------------------------------------
 
-// One of the ways between server and client: an adapter here, another one there.
-// Each has a session of its own.
+// One of the ways between server and client: an adapter here, another one
+// there. Each has a session of its own.
 struct Rail {
   Session session;
 
@@ -1039,8 +1039,8 @@ struct Rail {
 
 using Rails = std::list<Rail>;
 
-// Polls all rails. One that fails is closed, and `lost` is told before; if it is
-// the only one, throws. Returns the number of completions.
+// Polls all rails. One that fails is closed, and `lost` is told before; if it
+// is the only one, throws. Returns the number of completions.
 size_t PollRails(Rails& rails, const std::function<void(Rail&)>& use,
                  const std::function<void(Rail&, const char*)>& lost) {
   size_t completions = 0;
@@ -1068,9 +1068,9 @@ Endpoint& Freshest(Rails& rails) {
       ->session.endpoint;
 }
 
-// Client: looks for the other end of each rail. Names of networks prove nothing:
-// only an answer does. So each adapter asks at an address of the server, a
-// second later at the next one, and is no rail if none answers soon after the
+// Client: looks for the other end of each rail. Names of networks prove
+// nothing: only an answer does. So each adapter asks at an address of the server, and
+// after a while at the next one. It is no rail if none answers soon after the
 // first rail has been accepted.
 void Connect(Rails& rails, std::list<Domain>& domains,
              const std::vector<Address>& server_addrs) {
@@ -1083,7 +1083,8 @@ void Connect(Rails& rails, std::list<Domain>& domains,
     std::rotate(addrs.begin(), addrs.begin() + 1, addrs.end());
   }
   Clock::time_point start = Clock::now();
-  Clock::time_point answered_at = {};  // the first time, on any rail
+  Clock::time_point first_at = {};   // when a rail was accepted
+  Clock::time_point latest_at = {};  // when another one was
   for (bool complete = false; !complete;) {
     if (Clock::now() - start >= kContactGrace) CheckInterrupted();
     std::this_thread::sleep_for(kIdlePause);
@@ -1093,23 +1094,24 @@ void Connect(Rails& rails, std::list<Domain>& domains,
       if (rail->accepted) continue;
       complete = false;
       Session& session = rail->session;
-      bool answered = answered_at != Clock::time_point();
+      bool answered = first_at != Clock::time_point();
       try {
         session.nonce = nonce;
         if (rail->asked_at == Clock::time_point()) rail->Ask();
         session.endpoint.PollCompletion();
         rail->accepted = session.IsAccepted();
-        if (rail->accepted && !answered) answered_at = Clock::now();
+        if (rail->accepted) latest_at = Clock::now();
+        if (rail->accepted && !answered) first_at = latest_at;
         if (rail->accepted) continue;
         if (session.waiting || (rail->untried.empty() && !answered)) {
           session.endpoint.CheckSilence("waiting for ACCEPT");
-        } else if (Clock::now() - std::max(rail->asked_at, answered_at) >=
-                   kAskPeriod) {
+        } else if (Clock::now() - std::max(rail->asked_at, latest_at) >=
+                   (answered ? kAskPeriod : kAskLimit)) {
           throw std::runtime_error("no answer");
         }
       } catch (const std::exception& e) {
         // Closing the endpoint ends whatever is on its way to the last address.
-        bool late = answered && Clock::now() - answered_at > kRailGrace;
+        bool late = answered && Clock::now() - first_at > kRailGrace;
         if (!rail->untried.empty() && !late) {
           rails.emplace(rail, session.domain)->untried = rail->untried;
         } else if (rails.size() > 1) {
@@ -1123,15 +1125,15 @@ void Connect(Rails& rails, std::list<Domain>& domains,
   }
 }
 
-// Closes all rails, each as soon as its last messages have left. Returns whether
-// none is left.
+// Closes all rails, each as soon as its last messages have left. Returns
+// whether none is left.
 bool Leave(Rails& rails) {
   rails.remove_if([](Rail& rail) { return rail.session.HasLeft(); });
   return rails.empty();
 }
 
-// Client: says BYE over each rail, because we cannot know which ones still work,
-// and closes them.
+// Client: says BYE over each rail, because we cannot know which ones still
+// work, and closes them.
 void SayBye(Rails& rails) {
   for (Rail& rail : rails) {
     rail.session.Send(AppMessageBase{AppMessageType::kBye});
@@ -1191,8 +1193,8 @@ void PrintLine(FILE* file, size_t number, const std::string& text,
 }
 
 // RANDOM_FILL: make num_pages pages. The i-th, which depends on seed + i, goes
-// to page page_idx[i] of this memory. It comes over each rail, with the key that
-// the memory has there.
+// to page page_idx[i] of this memory. It comes over each rail, with the key
+// that the memory has there.
 struct AppRandomFillMessage {
   AppMessageBase base;
   uint32_t imm_data;  // to come back as immediate data; not 0
@@ -1266,15 +1268,17 @@ struct ServedClient {
   uint32_t Nonce() const { return rails.front().connect_msg.base.nonce; }
 
   // Accepts a rail. Throws if its address cannot be right.
-  void Accept(Rail& rail) {
+  void AcceptRail(Rail& rail) {
     PrintLine(stdout, number,
               "Received CONNECT message from client " +
                   ToHex(AddressIn(rail.connect_msg)) + " on " + rail.Name());
     rail.session.Accept(rail.connect_msg);
   }
 
-  // Leaves what a failed rail had in flight to the others.
+  // Leaves what a failed rail had in flight to the others. The client may have
+  // given up a rail that was not ready.
   void GiveUp(const Rail& rail, const char* why) {
+    if (!rail.ready) return;
     size_t before = again.size();
     const Endpoint& endpoint = rail.session.endpoint;
     for (const RdmaOp& op : endpoint.ops) {
@@ -1300,7 +1304,7 @@ struct ServedClient {
     size_t completions = PollRails(
         rails,
         [this](Rail& rail) {
-          if (rail.session.peer == FI_ADDR_UNSPEC) Accept(rail);
+          if (rail.session.peer == FI_ADDR_UNSPEC) AcceptRail(rail);
           if (state == State::kWrite && rail.ready) ContinuePostWrite(rail);
         },
         [this](Rail& rail, const char* why) { GiveUp(rail, why); });
@@ -1426,8 +1430,11 @@ struct ServedClient {
     source->Register(rail.session.domain, FI_WRITE);
     if (rail.outstanding == 0) endpoint.RestartSilence();
     std::chrono::seconds limit(rail.outstanding * page_size / kSlowestLink);
-    endpoint.CheckSilence(
-        "WRITE", rails.size() > 1 ? kRailLimit + limit : kSilenceLimit);
+    limit = rails.size() > 1 ? kRailLimit + limit : kSilenceLimit;
+    if (Clock::now() - endpoint.last_completion >= limit) {
+      throw std::runtime_error("no WRITE has completed for " +
+                               std::to_string(limit.count()) + " s");
+    }
     for (size_t i = 0; i < kWritesPerPoll; ++i) {
       // Post only what libfabric has room for, so that the queue stays short,
       // however long the transfer is.
@@ -1526,6 +1533,7 @@ struct ServedClient {
     for (const Rail& rail : rails) {
       link_gbps += LinkGbps(rail.session.domain.info.get());
       eagain_count += rail.session.endpoint.eagain_count;
+      if (!rail.ready) continue;
       names += ", " + rail.Name() + "=" +
                std::to_string(100 * rail.written /
                               std::max<size_t>(finished_write_ops, 1)) +

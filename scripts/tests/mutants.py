@@ -362,7 +362,7 @@ MUTANTS |= {
         "test_rails.py test_another_request"),
     "rail-next-address": Mutant(
         "an adapter without an answer asks at the next address", "11_rails",
-        "if (!rail->untried.empty()) {", "if (rail->untried.size() > 99) {",
+        "if (!rail->untried.empty() && !late) {", "if (rail->untried.size() > 99) {",
         "test_rails.py test_dead_from_the_start"),
     "rail-each-address": Mutant(
         "an adapter asks at each address once", "11_rails",

@@ -1069,9 +1069,9 @@ Endpoint& Freshest(Rails& rails) {
 }
 
 // Client: looks for the other end of each rail. Names of networks prove
-// nothing: only an answer does. So each adapter asks at an address of the server, and
-// after a while at the next one. It is no rail if none answers soon after the
-// first rail has been accepted.
+// nothing: only an answer does. So each adapter asks at an address of the
+// server, and after a while at the next one. It is no rail if none answers soon
+// after the first rail has been accepted.
 void Connect(Rails& rails, std::list<Domain>& domains,
              const std::vector<Address>& server_addrs) {
   uint32_t nonce = std::random_device()();

@@ -1659,25 +1659,26 @@ void Measure(MallocClient& client, Domain& domain, std::optional<Buffer>& own) {
          messages.Percentile(50), messages.Percentile(99));
 
   // What registering costs if it is done for each transfer.
-  constexpr size_t kMaxTransfers = 200;
   constexpr size_t kTransferSize = 64 * 1024;
-  double us[3] = {};
+  Samples writes[3];
   for (size_t i = 0; i < 3; ++i) {
-    size_t n = 0;
-    Clock::time_point start = Clock::now();
-    for (; n < kMaxTransfers && SecondsSince(start) < kMeasureSeconds; ++n) {
+    begin = Clock::now();
+    while (!writes[i].Full() && SecondsSince(begin) < kMeasureSeconds) {
+      Clock::time_point start = Clock::now();
       if (i > 0) own.emplace(domain, kTransferSize, FI_WRITE);
       if (i > 1) client.Ask({{AppMessageType::kUsage}, 0, 0});
       client.Post(RdmaOpType::kWrite, piece, own ? *own : client.buf,
                   own ? 0 : offset, kTransferSize);
       client.WaitForAll();
+      writes[i].Add(start);
     }
-    us[i] = 1e6 * SecondsSince(start) / static_cast<double>(n);
+    std::sort(writes[i].us, writes[i].us + writes[i].count);
   }
   printf(
-      "WRITE of %zu bytes: %.1f us from the pool, %.1f us from a buffer made "
-      "for it, %.1f us with an exchange of keys, too\n",
-      kTransferSize, us[0], us[1], us[2]);
+      "WRITE of %zu bytes: median %.2f us from the pool, %.2f us from a buffer "
+      "made for it, %.2f us with a question before it, too\n",
+      kTransferSize, writes[0].Percentile(50), writes[1].Percentile(50),
+      writes[2].Percentile(50));
 
   client.RemoteFree(remote);
   client.RemoteFree(piece);

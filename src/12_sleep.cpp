@@ -1,0 +1,1212 @@
+// 12_sleep: when to sleep, when to poll.
+//
+// Does what 5_reverse does, as often as the client likes. Whoever has nothing
+// to do polls for a moment, then sleeps until libfabric wakes it.
+//
+// Based on 5_reverse.
+
+#include <poll.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <chrono>
+#include <clocale>
+#include <cwchar>
+#include <cwctype>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <new>
+#include <optional>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <type_traits>
+#include <utility>
+#include <vector>
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// ---------------------------------------------------------------------------
+// Constants
+// ---------------------------------------------------------------------------
+
+// The version of libfabric's interface that we ask for: the newest that we
+// know, but no newer than the headers, because an older library would offer
+// nothing.
+constexpr uint32_t kApiVersion =
+    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
+
+// What this program uses of libfabric: the capabilities of fi_getinfo(3).
+constexpr uint64_t kCaps = FI_MSG;
+
+constexpr size_t kMaxAddressSize = 256;           // bytes
+constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
+constexpr size_t kBufferAlign = 4096;             // bytes
+constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
+constexpr size_t kSpareOps = 16;                  // rest before they are reused
+constexpr size_t kCompletionQueueSize = 128;      // more than we ever need
+constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
+
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kSpin = 50us;          // of polling, before we sleep
+constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
+constexpr auto kIdlePause = 1ms;      // where nothing can wake us
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
+constexpr auto kAskLimit = 3s;        // without one, that client has given up
+constexpr auto kTellAfter = 100ms;    // in line, a client is told to wait
+constexpr size_t kNumTexts = 1000;    // that a client sends
+constexpr size_t kEmptyWakes = 64;    // in a row, then we pause
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+
+// ---------------------------------------------------------------------------
+// Errors, signals, text
+// ---------------------------------------------------------------------------
+
+// Describes an error number of libfabric (fi_errno(3)).
+std::string ErrorText(int error) {
+  std::string text = fi_strerror(error);
+  if (error == FI_ENOMEM) {
+    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
+  }
+  return text;
+}
+
+// Throws if a function of libfabric has failed. Such functions return 0 or a
+// count if all went well, otherwise a negative error number.
+void FiCheck(ssize_t ret, const std::string& what) {
+  if (ret >= 0) return;
+  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+}
+
+// Owns an object of libfabric, and closes it. C++ destroys the members of a
+// struct in reverse order, so each object is declared after those that it uses.
+template <typename T>
+struct Owned {
+  T* ptr = nullptr;
+
+  Owned() = default;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  operator T*() const { return ptr; }
+  ~Owned() {
+    int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
+    if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
+  }
+};
+
+// Set by the first signal that asks us to end. All loops look at it, so that
+// everything is closed on the way out.
+std::atomic<bool> g_interrupted = false;
+int g_wake_fd = -1;  // a descriptor that is readable after such a signal
+
+// Called for a signal: the loops end, and a second signal ends the process.
+void HandleSignal(int) {
+  g_interrupted = true;
+  eventfd_write(g_wake_fd, 1);  // wakes a loop that is about to fall asleep
+  // A second one, of any kind, ends the process at once.
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
+}
+
+// Has HandleSignal called for the signals that ask a process to end.
+void InstallSignalHandlers() {
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+}
+
+// Throws after a signal that asks us to end.
+void CheckInterrupted() {
+  if (g_interrupted) throw std::runtime_error("interrupted");
+}
+
+// Replaces whatever in a text from the other side could deceive on a terminal:
+// control characters, marks that reverse the direction of writing, and bytes
+// that are no UTF-8.
+std::string Printable(const std::string& text) {
+  std::string printable;
+  for (size_t i = 0; i < text.size();) {
+    wchar_t character = 0;
+    std::mbstate_t state = {};
+    size_t left = text.size() - i;
+    size_t len = std::mbrtowc(&character, &text[i], left, &state);
+    bool good = len <= left && !std::iswcntrl(character) &&
+                (character < 0x2028 || character > 0x202e) &&
+                (character < 0x2066 || character > 0x2069);
+    if (!good) len = 1;
+    printable += good ? text.substr(i, len) : "?";
+    i += len;
+  }
+  return printable;
+}
+
+// ---------------------------------------------------------------------------
+// Addresses
+// ---------------------------------------------------------------------------
+
+// The address of an endpoint. Only its provider knows what the bytes mean, and
+// how many there are.
+using Address = std::vector<uint8_t>;
+
+// Returns an address as hexadecimal digits, to be typed into another terminal.
+std::string ToHex(const Address& address) {
+  std::string hex;
+  for (uint8_t byte : address) {
+    char digits[3];
+    snprintf(digits, sizeof(digits), "%02x", byte);
+    hex += digits;
+  }
+  return hex;
+}
+
+// Does the reverse of ToHex. Throws std::invalid_argument, which main() takes
+// for a wrong command line.
+Address ParseAddress(const std::string& hex) {
+  if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
+      hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
+    throw std::invalid_argument(
+        "ADDRESS is not an even number of hexadecimal digits, " +
+        std::to_string(2 * kMaxAddressSize) + " at most: \"" +
+        hex.substr(0, 80) + "\"");
+  }
+  Address address;
+  for (size_t i = 0; i < hex.size(); i += 2) {
+    address.push_back(
+        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
+  }
+  return address;
+}
+
+// ---------------------------------------------------------------------------
+// Domain and buffers
+// ---------------------------------------------------------------------------
+
+// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
+std::string ProviderSetting() {
+  const char* provider = getenv("FI_PROVIDER");
+  return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
+}
+
+// What fi_getinfo(3) says about an interface, and about those after it; and the
+// function that frees it.
+using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+
+// Asks libfabric for the interfaces that can do what we need (kCaps), the best
+// first. FI_PROVIDER narrows the choice.
+Info GetInfo() {
+  Info hints(fi_allocinfo(), fi_freeinfo);
+  if (hints == nullptr) throw std::bad_alloc();
+  hints->caps = kCaps;
+  // Reliable, whole messages, and one endpoint for any number of peers.
+  hints->ep_attr->type = FI_EP_RDM;
+  // Demands that we can meet. The answer keeps what the provider insists on.
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // Messages to the same peer must arrive in the order of their SENDs.
+  hints->tx_attr->msg_order = FI_ORDER_SAS;
+  hints->rx_attr->msg_order = FI_ORDER_SAS;
+
+  struct fi_info* info = nullptr;
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+          ProviderSetting() +
+              "fi_getinfo finds no interface that can do what this "
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
+              "needs room in /dev/shm)");
+  return Info(info, fi_freeinfo);
+}
+
+// Describes an interface in one line.
+std::string Describe(const struct fi_info* info) {
+  return "domain: " + std::string(info->domain_attr->name) +
+         ", fabric: " + info->fabric_attr->name +
+         ", provider: " + info->fabric_attr->prov_name;
+}
+
+// An interface that has been opened: its fabric, which is the network, and its
+// domain, which is our access to the adapter.
+struct Domain {
+  Info info;
+  Owned<struct fid_fabric> fabric;
+  Owned<struct fid_domain> handle;
+  uint64_t next_key = 1;
+  size_t empty_wakes = 0;  // since something has last completed
+
+  // Opens the first interface of a list.
+  explicit Domain(Info list) : info(std::move(list)) {
+    printf("%s\n", Describe(info.get()).c_str());
+    FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
+  }
+
+  // Returns the greatest length of a message, in bytes. Server and client use
+  // the same provider, so it is the same for both.
+  size_t MaxMessageSize() const {
+    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
+  }
+};
+
+// Memory, and the function that frees it.
+using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+
+// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+Memory AllocHost(size_t size) {
+  size_t align = kBufferAlign;
+  size_t rounded = (size + align - 1) / align * align;
+  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) {
+    throw std::runtime_error("no memory for " + std::to_string(size) +
+                             " bytes");
+  }
+  memset(data.get(), 0, rounded);
+  return data;
+}
+
+// Registered memory: the adapter knows it, and which operations may use it
+// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
+// adapter may use its buffer at any time, so declare a buffer before the
+// Endpoint that uses it. Then C++ closes the Endpoint first.
+struct Buffer {
+  size_t size;  // bytes
+  Memory data;
+  Owned<struct fid_mr> mr;
+
+  Buffer(Domain& domain, size_t bytes, uint64_t access)
+      : size(bytes), data(AllocHost(bytes)) {
+    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
+    struct fi_mr_attr attr = {};
+    attr.mr_iov = &iov;
+    attr.iov_count = 1;
+    attr.access = access;
+    // Used by providers that let us choose the key (those without
+    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
+    attr.requested_key = domain.next_key++;
+    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr),
+            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Operations and completions
+// ---------------------------------------------------------------------------
+
+// The kinds of operations.
+enum class RdmaOpType : uint8_t { kRecv, kSend };
+
+// Returns the name of an operation, for error messages.
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+  }
+  return "";
+}
+
+// A work request: an operation for libfabric to do, and the function to call
+// once when it is done, which may post others.
+struct RdmaOp {
+  // Must come first: some providers keep notes of their own here while the
+  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
+  struct fi_context2 context = {};
+  RdmaOpType type = RdmaOpType::kRecv;
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
+  Buffer* buf = nullptr;
+  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
+  std::function<void(const RdmaOp&)> callback = nullptr;
+  std::string error = {};  // set at completion; empty if all went well
+  bool in_flight = false;  // posted, and not yet completed
+
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    std::string hint;
+    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
+  }
+};
+
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
+struct Endpoint {
+  Domain& domain;
+  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
+  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
+
+  Address addr;  // our own
+  // When anything but a SEND has last completed.
+  Clock::time_point last_completion = Clock::now();
+  bool refused = false;  // there was no room for an operation
+  int wait_fd = -1;  // readable when to read `cq`; -1: there is no such thing
+  Owned<struct fid_av> av;
+  Owned<struct fid_cq> cq;
+  Owned<struct fid_eq> eq;
+  Owned<struct fid_ep> ep;
+
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
+    struct fi_av_attr av_attr = {};
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
+    struct fi_cq_attr cq_attr = {};
+    cq_attr.size = kCompletionQueueSize;
+    cq_attr.format = FI_CQ_FORMAT_DATA;
+    // Ask for a descriptor, for poll(2). Not all providers can have one.
+    cq_attr.wait_obj = FI_WAIT_FD;
+    if (fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr) != 0) {
+      cq_attr.wait_obj = FI_WAIT_NONE;
+      FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
+              "fi_cq_open");
+    }
+    if (fi_control(&cq.ptr->fid, FI_GETWAIT, &wait_fd) != 0) wait_fd = -1;
+    // Without an event queue, the efa provider ends the process on some errors
+    // of a peer. We never read it: such a peer falls silent, and we notice.
+    struct fi_eq_attr eq_attr = {};
+    FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
+            "fi_eq_open");
+
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
+            "fi_endpoint");
+    // The shm provider has just put handlers of its own before ours. They
+    // delete our shared memory at once, and then the other side may crash.
+    if (!g_interrupted) InstallSignalHandlers();
+    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
+    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
+            "fi_ep_bind (completion queue)");
+    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_enable(ep), "fi_enable");
+
+    size_t length = kMaxAddressSize;
+    addr.resize(length);
+    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    addr.resize(length);
+  }
+
+  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
+  // that does not exist shows later, as an error or as silence.
+  fi_addr_t AddPeerAddress(const Address& address) {
+    // An address that is a name ends with a zero byte and begins as ours does.
+    // Any other address is as long as ours.
+    bool fits = domain.info->addr_format == FI_ADDR_STR
+                    ? !address.empty() && address.back() == 0 &&
+                          address.front() == addr.front()
+                    : address.size() == addr.size();
+    fi_addr_t peer = FI_ADDR_UNSPEC;
+    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+      throw std::runtime_error("\"" + ToHex(address) +
+                               "\" is not an address of provider " +
+                               domain.info->fabric_attr->prov_name +
+                               "; do both sides use the same FI_PROVIDER?");
+    }
+    return peer;
+  }
+
+  // Hands an operation to libfabric. Its buffer must not change until it has
+  // completed. Returns false if libfabric has no room for it now (-FI_EAGAIN);
+  // reading completions makes room, so try again afterwards. An operation that
+  // libfabric refuses completes at once, with an error.
+  bool Post(RdmaOp request) {
+    while (free_ops.size() < kSpareOps) {
+      free_ops.push_back(&ops.emplace_back());
+    }
+    RdmaOp* op = free_ops.front();
+    *op = std::move(request);
+    ssize_t ret = Submit(op);
+    if (ret == -FI_EAGAIN) {
+      refused = true;
+      return false;
+    }
+    free_ops.pop_front();
+    op->in_flight = true;
+    if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
+    return true;
+  }
+
+  // Calls the function of libfabric for an operation. See fi_msg(3).
+  ssize_t Submit(RdmaOp* op) {
+    void* desc = fi_mr_desc(op->buf->mr);
+    struct iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
+    struct fi_msg msg = {};
+    msg.msg_iov = &iov;
+    msg.desc = &desc;
+    msg.iov_count = 1;
+    msg.addr = op->peer;
+    msg.context = op;
+    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
+    // Complete only when the data is in place at the peer. The default of a
+    // provider may be a weaker level (fi_cq(3)).
+    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
+  }
+
+  // Reads what has completed and calls back. Many providers work only while we
+  // read: they have no thread of their own. Returns the number of completions.
+  // Throws if something is wrong with the endpoint, or if a callback does.
+  size_t PollCompletion() {
+    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    if (ret == -FI_EAGAIN) return 0;
+    domain.empty_wakes = 0;
+    if (ret == -FI_EAVAIL) {
+      ReadError();
+      return 1;
+    }
+    FiCheck(ret, "fi_cq_read");
+    // A callback that throws must not cost the entries after it.
+    std::exception_ptr failure;
+    for (ssize_t i = 0; i < ret; ++i) {
+      try {
+        Complete(cqe[i].op_context, cqe[i].len, "");
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
+    return static_cast<size_t>(ret);
+  }
+
+  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  void Complete(void* context, size_t len, const std::string& error) {
+    if (context == nullptr) return;  // not an operation of ours
+    auto* op = static_cast<RdmaOp*>(context);
+    // An adapter may report an operation that has completed a second time, as
+    // failed: the peer did not get its receipt.
+    if (!op->in_flight) return;
+    RdmaOp done = std::move(*op);
+    op->in_flight = false;
+    free_ops.push_back(op);
+    // A SEND may complete on this side alone: it says nothing about the peer.
+    if (done.type != RdmaOpType::kSend) RestartSilence();
+    done.error = error;
+    if (done.type == RdmaOpType::kRecv && error.empty()) {
+      if (len > done.len) done.error = "the message is longer than the buffer";
+      done.len = len;
+    }
+    done.callback(done);
+  }
+
+  // Reads a failed operation, which is the next entry of the completion queue.
+  // Only fi_cq_readerr can read it.
+  void ReadError() {
+    struct fi_cq_err_entry entry = {};
+    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_cq_readerr");
+    std::string error = ErrorText(entry.err);
+    const char* detail =
+        fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
+    // Some providers do not say which operation has failed.
+    if (entry.op_context == nullptr) {
+      throw std::runtime_error("an operation failed: " + error);
+    }
+    Complete(entry.op_context, 0, error);
+  }
+
+  // Returns when something may have completed at one of the endpoints (all of
+  // one domain), when a signal has come, or after `limit`. Just after a
+  // completion it returns at once.
+  static void Sleep(const std::vector<Endpoint*>& endpoints,
+                    std::chrono::milliseconds limit = kMaxSleep) {
+    Domain& domain = endpoints.front()->domain;
+    std::vector<struct fid*> cqs;
+    std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
+    for (Endpoint* endpoint : endpoints) {
+      // The next message often comes at once, and being woken takes longer than
+      // looking again. The peer may need this core to send it, though.
+      if (Clock::now() - endpoint->last_completion < kSpin) {
+        return std::this_thread::yield();
+      }
+      // Nothing tells us that there is room again.
+      if (endpoint->refused || endpoint->wait_fd < 0) limit = kIdlePause;
+      endpoint->refused = false;
+      if (endpoint->wait_fd < 0) continue;
+      cqs.push_back(&endpoint->cq.ptr->fid);
+      fds.push_back({endpoint->wait_fd, POLLIN, 0});
+    }
+    // A descriptor that is always readable lets nobody sleep.
+    if (++domain.empty_wakes > kEmptyWakes) {
+      std::this_thread::sleep_for(kIdlePause);
+    }
+    // What has come since we have last looked need not make a descriptor
+    // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
+    int ret =
+        fi_trywait(domain.fabric, cqs.data(), static_cast<int>(cqs.size()));
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_trywait");
+    ret = poll(fds.data(), fds.size(), static_cast<int>(limit.count()));
+    if (ret == 0) domain.empty_wakes = 0;  // it was sleep
+  }
+
+  // Polls until `done` returns true. Error messages begin with `what`. During
+  // the first `grace`, it goes on in spite of a signal. Only a client waits
+  // like this; a server must not, because all its clients would have to wait,
+  // too.
+  void WaitUntil(const char* what, const std::function<bool()>& done,
+                 Clock::duration grace = 0s,
+                 std::chrono::seconds limit = kSilenceLimit) {
+    Clock::time_point start = Clock::now();
+    RestartSilence();
+    while (!done()) {
+      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
+      if (PollCompletion() > 0) continue;
+      CheckSilence(what, limit);
+      Sleep({this});
+    }
+  }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
+
+  // Throws if nothing has completed for too long: some providers never report
+  // that a peer has gone, and silence is all that there is to notice.
+  void CheckSilence(const char* what,
+                    std::chrono::seconds limit = kSilenceLimit) const {
+    if (Clock::now() - last_completion < limit) return;
+    throw std::runtime_error(
+        std::string(what) + ": nothing has happened for " +
+        std::to_string(limit.count()) +
+        " s; is the other side running, with the same FI_PROVIDER?");
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Messages and sessions
+// ---------------------------------------------------------------------------
+
+using Message = std::string;  // any bytes
+
+// The kinds of messages, and who sends them.
+enum class AppMessageType : uint32_t {
+  kConnect = 1,  // client: this is my address
+  kAccept = 2,   // server: this is the address of the endpoint that serves you
+  kBye = 3,      // client: I want nothing more
+  kWait = 4,     // server: there is no place for you yet; ask again in a second
+  kRefused = 5,  // server: I end this session; followed by the reason
+
+  kText = 6,  // client: a text; server: the same, reversed
+};
+
+// The beginning of each message. A stranger may know an address, too, but not
+// the number that the client has chosen for its conversation with the server.
+struct AppMessageBase {
+  AppMessageType type;
+  uint32_t nonce = 0;  // set by Session::Send
+};
+
+// A CONNECT or an ACCEPT.
+struct AppConnectMessage {
+  AppMessageBase base;
+  uint32_t addr_size;  // bytes used of addr
+  uint8_t addr[kMaxAddressSize];
+};
+
+// Numbers travel as they are in memory, so both sides need the same byte order.
+static_assert(std::endian::native == std::endian::little,
+              "the numbers in messages are little-endian");
+
+// Returns what to throw for a message that cannot be right.
+std::runtime_error BadMessage(const std::string& what) {
+  return std::runtime_error("bad message: " + what);
+}
+
+// Returns the beginning of a message; zeros if it is too short to have one.
+AppMessageBase BaseOf(const Message& message) {
+  AppMessageBase base = {};
+  if (message.size() >= sizeof(base)) {
+    memcpy(&base, message.data(), sizeof(base));
+  }
+  return base;
+}
+
+// Returns the type of a message; 0 if it is too short to have one.
+AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
+
+// Copies the beginning of a message into a struct that starts with an
+// AppMessageBase. Throws if the message is too short for it, or of another
+// type.
+template <typename T>
+T ReadMessage(const Message& message, AppMessageType type) {
+  if (message.size() < sizeof(T) || TypeOf(message) != type) {
+    throw BadMessage(std::to_string(message.size()) + " bytes of type " +
+                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
+  }
+  T head;
+  memcpy(&head, message.data(), sizeof(head));
+  return head;
+}
+
+// Returns a CONNECT or an ACCEPT. Throws if it is not a valid one.
+AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
+  auto connect = ReadMessage<AppConnectMessage>(message, type);
+  if (message.size() != sizeof(connect) ||
+      connect.addr_size > sizeof(connect.addr)) {
+    throw BadMessage("its sizes do not fit together");
+  }
+  return connect;
+}
+
+// Returns the address that a CONNECT or an ACCEPT carries.
+Address AddressIn(const AppConnectMessage& connect) {
+  return {connect.addr, connect.addr + connect.addr_size};
+}
+
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
+struct Session {
+  Domain& domain;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::vector<Buffer*> free_recv_bufs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  std::deque<RdmaOp> unposted;          // SENDs that libfabric had no room for
+  size_t unsent = 0;                    // messages whose SEND has not completed
+  Endpoint endpoint;
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
+  Clock::time_point leave_at;  // until then, the last messages may leave
+  // Client: when to ask for a place again; max() until a WAIT tells us to.
+  Clock::time_point ask_at = Clock::time_point::max();
+  bool waiting = false;  // client: has been told to
+
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), endpoint(open_domain) {
+    for (size_t i = 0; i < kRecvCount; ++i) {
+      free_recv_bufs.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+    }
+    PostRecvs();
+  }
+
+  // Posts a RECV for each idle buffer, as far as libfabric has room.
+  void PostRecvs() {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    while (!free_recv_bufs.empty() &&
+           endpoint.Post({.type = RdmaOpType::kRecv,
+                          .buf = free_recv_bufs.back(),
+                          .len = free_recv_bufs.back()->size,
+                          .callback = arrived})) {
+      free_recv_bufs.pop_back();
+    }
+  }
+
+  // Posts the SENDs that wait, in order, as far as libfabric has room.
+  void PostSends() {
+    while (!unposted.empty() && endpoint.Post(unposted.front())) {
+      unposted.pop_front();
+    }
+  }
+
+  // Posts what has to wait, and polls. Returns the number of completions.
+  size_t Poll() {
+    PostRecvs();
+    PostSends();
+    return endpoint.PollCompletion();
+  }
+
+  // Posts and polls until `done` returns true. See Endpoint::WaitUntil.
+  void WaitUntil(const char* what, const std::function<bool()>& done,
+                 Clock::duration grace = 0s,
+                 std::chrono::seconds limit = kSilenceLimit) {
+    auto post_and_ask = [&] {
+      PostRecvs();
+      PostSends();
+      return done();
+    };
+    endpoint.WaitUntil(what, post_and_ask, grace, limit);
+  }
+
+  // Takes out the next message, if there is one. Throws if the server has
+  // refused what we want. In a conversation, ignores messages without its
+  // nonce, and those that are too long: they are not from our peer. The
+  // listener throws if a RECV has failed.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    Message message;
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
+    }
+    free_recv_bufs.push_back(recv.buf);
+    if (nonce == 0) {
+      recv.Check();
+      return message;
+    }
+    AppMessageBase base = BaseOf(message);
+    if (base.nonce != nonce) return Take();
+    if (base.type == AppMessageType::kWait) {  // may come after the ACCEPT
+      ask_at = Clock::now() + kAskPeriod;
+      return Take();
+    }
+    if (base.type == AppMessageType::kRefused) {
+      throw std::runtime_error("the server has refused: " +
+                               Printable(message.substr(sizeof(base))));
+    }
+    return message;
+  }
+
+  // Sends a copy of a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    // Padding would carry whatever was in memory there.
+    static_assert(std::has_unique_object_representations_v<T>);
+    size_t len = sizeof(head) + tail.size();
+    if (len > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " + std::to_string(len) +
+                               " bytes is too long for this provider");
+    }
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
+    }
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
+    memcpy(buf->data.get(), &head, sizeof(head));
+    memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
+           sizeof(nonce));
+    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    ++unsent;
+    RdmaOp send = {.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = buf,
+                   .len = len,
+                   .callback = [this](const RdmaOp& op) {
+                     op.Check();
+                     --unsent;
+                     free_send_bufs.push_back(op.buf);
+                   }};
+    unposted.push_back(std::move(send));
+    PostSends();
+  }
+
+  // Sends our address: in a CONNECT or an ACCEPT.
+  void SendAddress(AppMessageType type) {
+    AppConnectMessage connect = {};
+    connect.base.type = type;
+    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
+    Send(connect);
+  }
+
+  // Server: tells a client which endpoint serves it.
+  void Accept(const AppConnectMessage& connect) {
+    peer = endpoint.AddPeerAddress(AddressIn(connect));
+    nonce = connect.base.nonce;
+    SendAddress(AppMessageType::kAccept);
+  }
+
+  // Server: tells the client why the session ends.
+  void Refuse(const std::string& reason) {
+    Send(AppMessageBase{AppMessageType::kRefused}, reason);
+    leave_at = Clock::now() + kContactGrace;
+  }
+
+  // Returns whether the last messages have left, or have had time to.
+  bool HasLeft() {
+    try {
+      if (Clock::now() < leave_at) Poll();
+    } catch (const std::exception&) {
+      return true;
+    }
+    return unsent == 0 || Clock::now() >= leave_at;
+  }
+
+  // Client: asks the server for an endpoint of its own, and waits for it.
+  void Connect(const Address& server_addr) {
+    peer = endpoint.AddPeerAddress(server_addr);
+    nonce = std::random_device()();
+    // A signal may come before the first contact, or wait for it. In between,
+    // the shm provider of libfabric 1.17 would end the other process with ours.
+    CheckInterrupted();
+    SendAddress(AppMessageType::kConnect);
+    WaitUntil(
+        "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
+    printf("Sent CONNECT message to server\n");
+    WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
+  }
+
+  // Client: returns whether the server has accepted us. It answers at once:
+  // with an ACCEPT or, if it has no place for us yet, with a WAIT.
+  bool IsAccepted() {
+    if (Clock::now() >= ask_at) {
+      SendAddress(AppMessageType::kConnect);
+      ask_at = Clock::time_point::max();
+    }
+    std::optional<Message> message = Take();
+    if (!waiting && ask_at != Clock::time_point::max()) {
+      printf("The server has no place for us yet: waiting\n");
+      waiting = true;
+    }
+    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
+    peer = endpoint.AddPeerAddress(
+        AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
+    return true;
+  }
+
+  // Client: tells the server that we want nothing more, which spares it waiting
+  // for our silence.
+  void SayBye(std::chrono::seconds limit = kSilenceLimit) {
+    try {
+      Send(AppMessageBase{AppMessageType::kBye});
+      WaitUntil(
+          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+    } catch (const std::runtime_error&) {
+      // The server will notice our silence.
+    }
+  }
+};
+
+// The clients that wait to be served, in the order in which they came. One that
+// was told to wait sends its CONNECT again a second later, or has given up.
+struct WaitingLine {
+  struct Visitor {
+    AppConnectMessage connect;
+    fi_addr_t addr = FI_ADDR_UNSPEC;  // for the listener, once it needs it
+    Clock::time_point since;          // when it asked, or was told
+    bool told;
+  };
+  std::deque<Visitor> visitors;
+
+  // Takes a CONNECT. No address stands in line twice.
+  void Add(const AppConnectMessage& connect) {
+    auto it = std::find_if(
+        visitors.begin(), visitors.end(), [&](const Visitor& visitor) {
+          return AddressIn(visitor.connect) == AddressIn(connect);
+        });
+    if (it == visitors.end() && visitors.size() < kMaxWaiting) {
+      it = visitors.emplace(it);
+    }
+    if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
+  }
+
+  // Removes those who have given up: they have not asked again in time, or
+  // could not be told to.
+  void RemoveGone() {
+    std::erase_if(visitors, [](const Visitor& visitor) {
+      auto limit = visitor.told ? kAskLimit : kSilenceLimit;
+      return Clock::now() - visitor.since > limit;
+    });
+  }
+
+  // Tells all who do not know it yet that they have to wait. libfabric copies
+  // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
+  // client that has gone costs nothing.
+  void TellAll(Endpoint& listener) {
+    for (Visitor& visitor : visitors) {
+      if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
+      visitor.told = true;  // also if its address turns out to be none
+      if (visitor.addr == FI_ADDR_UNSPEC) {
+        visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
+      }
+      AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
+      // If there is no room for it now, this one is told in the next round.
+      visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
+                               visitor.addr) != -FI_EAGAIN;
+      if (visitor.told) visitor.since = Clock::now();
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------
+// The application
+// ---------------------------------------------------------------------------
+
+// Prints how to reach the server.
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
+  printf("Run the client with the following command:\n  %s%s %s\n",
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
+}
+
+// Prints whether the provider can wake us.
+void PrintSleep(const Endpoint& endpoint) {
+  printf("%s\n", endpoint.wait_fd < 0
+                     ? "Nothing can wake us here: a pause of 1 ms instead."
+                     : "We sleep until the completion queue wakes us.");
+}
+
+// Prints a line about a client. The number says which one.
+void PrintLine(FILE* file, size_t number, const std::string& text) {
+  fprintf(file, "[%zu] %s\n", number, text.c_str());
+}
+
+// A client, and what it asks of the server: to reverse texts.
+struct ServedClient {
+  size_t number;  // of the client; begins each line about it
+  AppConnectMessage connect_msg;
+  Session session;
+  bool answered = false;
+  bool done = false;  // the client has said BYE
+
+  // Opens the session. Throws if the machine lacks what that takes.
+  ServedClient(Domain& domain, size_t client_number,
+               const AppConnectMessage& connect)
+      : number(client_number), connect_msg(connect), session(domain) {}
+
+  // Accepts the client. Throws if its address cannot be right.
+  void Accept() {
+    PrintLine(stdout, number,
+              "Received CONNECT message from client " +
+                  ToHex(AddressIn(connect_msg)));
+    session.Accept(connect_msg);
+  }
+
+  // Does what can be done for the client now. Returns the number of
+  // completions. Throws if the client has sent something wrong, or nothing for
+  // too long.
+  size_t Poll() {
+    if (session.peer == FI_ADDR_UNSPEC) Accept();
+    size_t completions = session.Poll();
+    try {
+      while (std::optional<Message> message = session.Take()) {
+        if (TypeOf(*message) == AppMessageType::kBye) {
+          done = true;
+          return completions;
+        }
+        HandleRequest(*message);
+      }
+    } catch (const std::exception& e) {
+      session.Refuse(e.what());
+      throw;
+    }
+    session.endpoint.CheckSilence("waiting for the client");
+    return completions;
+  }
+
+  // Answers a text of the client with the same text, reversed.
+  void HandleRequest(const Message& message) {
+    auto base = ReadMessage<AppMessageBase>(message, AppMessageType::kText);
+    std::string text = message.substr(sizeof(base));
+    if (text.empty()) throw BadMessage("its text is empty");
+    if (!answered) {
+      PrintLine(stdout, number,
+                "Received " + std::to_string(text.size()) +
+                    " bytes: " + Printable(text));
+    }
+    std::reverse(text.begin(), text.end());
+    session.Send(base, text);
+    if (!answered) PrintLine(stdout, number, "Sent them back reversed.");
+    answered = true;
+  }
+};
+
+// Takes the CONNECTs that have come: their clients join the line, unless they
+// are served already, and hear that they wait. Throws if a message is no
+// CONNECT.
+void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
+                  WaitingLine& line) {
+  while (std::optional<Message> message = listener.Take()) {
+    auto connect = ReadConnect(*message, AppMessageType::kConnect);
+    bool served = std::any_of(
+        clients.begin(), clients.end(), [&](const ServedClient& client) {
+          return client.connect_msg.base.nonce == connect.base.nonce;
+        });
+    if (!served) line.Add(connect);
+  }
+  line.TellAll(listener.endpoint);
+  line.RemoveGone();
+}
+
+// Runs the server, until a signal ends it.
+int ServerMain(const char* program) {
+  Domain domain(GetInfo());
+  Session listener(domain);
+  WaitingLine line;
+  std::list<ServedClient> clients;
+  std::list<ServedClient> leaving;  // with a last message on its way
+  PrintSleep(listener.endpoint);
+  PrintClientCommand(program, listener.endpoint);
+
+  size_t num_clients = 0;        // so far
+  Clock::time_point full_until;  // there is no memory for another one
+  while (!g_interrupted) {
+    size_t completions = 0;
+    try {
+      completions += listener.Poll();
+      TakeConnects(listener, clients, line);
+      bool full = clients.size() + leaving.size() >= kMaxClients ||
+                  Clock::now() < full_until;
+      if (!full && !line.visitors.empty()) {
+        // One at a time: opening an endpoint takes tens of ms over
+        // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
+        full_until = Clock::now() + kAskPeriod;
+        clients.emplace_back(domain, num_clients + 1,
+                             line.visitors.front().connect);
+        full_until = {};
+        ++num_clients;
+        line.visitors.pop_front();
+      }
+    } catch (const std::exception& e) {
+      // A bad message must not end the server.
+      fprintf(stderr, "error: %s\n", e.what());
+    }
+    for (auto it = clients.begin(); it != clients.end();) {
+      auto client = it++;
+      try {
+        completions += client->Poll();
+        if (!client->done) continue;
+        PrintLine(stdout, client->number, "Done.");
+      } catch (const std::exception& e) {
+        // It ends this client's session, and costs the others nothing.
+        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
+      }
+      leaving.splice(leaving.end(), clients, client);
+    }
+    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
+    if (completions > 0) continue;
+    std::vector<Endpoint*> endpoints = {&listener.endpoint};
+    for (auto* list : {&clients, &leaving}) {
+      for (auto& client : *list) endpoints.push_back(&client.session.endpoint);
+    }
+    // No descriptor tells that there is a place for those in line.
+    Endpoint::Sleep(endpoints, line.visitors.empty() ? kMaxSleep : kIdlePause);
+  }
+  // An ACCEPT on its way is a first contact, too: see Session::Connect.
+  for (auto& client : clients) {
+    client.session.leave_at = Clock::now() + kContactGrace;
+  }
+  leaving.splice(leaving.end(), clients);
+  while (!leaving.empty()) {
+    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
+  }
+  return 0;
+}
+
+// Has the server reverse a text. Throws if it does not do it right.
+void ReverseText(Session& session, const std::string& text, bool print) {
+  session.Send(AppMessageBase{AppMessageType::kText}, text);
+  if (print) printf("Sending %zu bytes: %s\n", text.size(), text.c_str());
+  std::optional<Message> message;
+  session.WaitUntil("waiting for the reversed text", [&] {
+    message = session.Take();
+    return message.has_value();
+  });
+  auto base = ReadMessage<AppMessageBase>(*message, AppMessageType::kText);
+  std::string received = message->substr(sizeof(base));
+  if (received != std::string(text.rbegin(), text.rend())) {
+    throw std::runtime_error("the text is not correct: " + Printable(received));
+  }
+  if (!print) return;
+  printf("Received %zu bytes: %s\n", received.size(), received.c_str());
+  printf("The text is correct.\n");
+}
+
+// Has the server reverse a text many times, one after the other. Prints how
+// long the answers took.
+void ReverseTexts(Session& session, const std::string& text) {
+  std::vector<double> times;  // us
+  while (times.size() < kNumTexts) {
+    Clock::time_point start = Clock::now();
+    ReverseText(session, text, times.empty());
+    auto time = Clock::now() - start;
+    times.push_back(std::chrono::duration<double, std::micro>(time).count());
+  }
+  std::sort(times.begin(), times.end());
+  printf("Of %zu answers, half took up to %.0f us, 99 %% up to %.0f us.\n",
+         kNumTexts, times[kNumTexts / 2], times[kNumTexts * 99 / 100]);
+}
+
+// Runs the client. Throws unless it gets what it asks for.
+int ClientMain(const Address& server_addr, const std::string& text) {
+  Domain domain(GetInfo());
+  size_t max_size = domain.MaxMessageSize() - sizeof(AppMessageBase);
+  if (text.size() > max_size) {
+    throw std::invalid_argument("TEXT is longer than " +
+                                std::to_string(max_size) + " bytes");
+  }
+  Session session(domain);
+  PrintSleep(session.endpoint);
+  session.Connect(server_addr);
+  try {
+    ReverseTexts(session, text);
+  } catch (...) {
+    session.SayBye(kContactGrace);
+    throw;
+  }
+  session.SayBye();
+  return 0;
+}
+
+// ---------------------------------------------------------------------------
+// Command line
+// ---------------------------------------------------------------------------
+
+// Prints the interfaces found, a line each.
+int ListMain() {
+  Info list = GetInfo();
+  // An interface may appear several times, with different capabilities.
+  std::set<std::string> seen;
+  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+    std::string line = Describe(info);
+    if (seen.insert(line).second) printf("%s\n", line.c_str());
+  }
+  return 0;
+}
+
+constexpr const char* kUsage =
+    "Usage:\n"
+    "  12_sleep\n"
+    "      Run the server.\n"
+    "  12_sleep ADDRESS [TEXT]\n"
+    "      Have it reverse a text (\"Hello, world!\").\n"
+    "  12_sleep --list\n"
+    "      List the interfaces found, the one it uses first.\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
+
+int main(int argc, char** argv) {
+  std::vector<std::string> args(argv + 1, argv + argc);
+  setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
+  g_wake_fd = eventfd(0, EFD_CLOEXEC);
+  InstallSignalHandlers();
+  try {
+    if (args.empty()) return ServerMain(argv[0]);
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
+    if (args[0] == "--list" && args.size() == 1) return ListMain();
+    if (args.size() > 2) throw std::invalid_argument("too many arguments");
+    std::string text = args.size() > 1 ? args[1] : "Hello, world!";
+    if (text.empty()) throw std::invalid_argument("TEXT is empty");
+    return ClientMain(ParseAddress(args[0]), text);
+  } catch (const std::invalid_argument& e) {
+    fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
+    return 2;
+  } catch (const std::bad_alloc&) {
+    fprintf(stderr, "error: out of memory\n");
+    return 1;
+  } catch (const std::exception& e) {
+    fprintf(stderr, "error: %s\n", e.what());
+    return 1;
+  }
+}

@@ -1,0 +1,1431 @@
+// 13_crowd: a thousand clients, asleep most of the time.
+//
+// A store of keys and values. The server answers all clients from one endpoint,
+// so it counts what closing an endpoint for each of them had given for nothing:
+// who has how many buffers, and who has gone.
+//
+// Based on 12_sleep.
+
+#include <poll.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/eventfd.h>
+#include <sys/resource.h>
+#include <sys/uio.h>
+
+#include <algorithm>
+#include <atomic>
+#include <bit>
+#include <charconv>
+#include <chrono>
+#include <clocale>
+#include <cwchar>
+#include <cwctype>
+#include <deque>
+#include <exception>
+#include <functional>
+#include <list>
+#include <memory>
+#include <new>
+#include <optional>
+#include <random>
+#include <set>
+#include <stdexcept>
+#include <string>
+#include <string_view>
+#include <thread>
+#include <tuple>
+#include <type_traits>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+using namespace std::chrono_literals;
+using Clock = std::chrono::steady_clock;
+
+// ---------------------------------------------------------------------------
+// Constants
+// ---------------------------------------------------------------------------
+
+// The version of libfabric's interface that we ask for: the newest that we
+// know, but no newer than the headers, because an older library would offer
+// nothing.
+constexpr uint32_t kApiVersion =
+    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
+
+// What this program uses of libfabric: the capabilities of fi_getinfo(3).
+constexpr uint64_t kCaps = FI_MSG;
+
+constexpr size_t kMaxAddressSize = 256;           // bytes
+constexpr size_t kMaxKeySize = 64;                // bytes
+constexpr size_t kMaxValueSize = 1024;            // bytes
+constexpr size_t kMaxMessageSize = 2048;          // bytes
+constexpr size_t kMaxStoreSize = 64 << 20;        // bytes, of keys and values
+constexpr size_t kBufferAlign = 4096;             // bytes
+constexpr size_t kServerRecvCount = 256;          // RECVs, for all clients
+constexpr size_t kClientRecvCount = 4;            // RECVs, for the server
+constexpr size_t kSpareOps = 16;                  // rest before they are reused
+constexpr size_t kCompletionQueueSize = 16384;    // more than we ever need
+constexpr size_t kCompletionQueueReadCount = 64;  // entries read at a time
+
+constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kSpin = 50us;          // of polling, before we sleep
+constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
+constexpr auto kIdlePause = 1ms;      // where nothing can wake us
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
+constexpr size_t kEmptyWakes = 64;    // in a row, then we pause
+constexpr size_t kMaxClients = 4000;  // of the server, those that leave too
+constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
+constexpr size_t kMaxUnanswered = 16;  // requests of one client
+constexpr size_t kMaxConnecting = 16;  // clients of a crowd, at a time
+
+// ---------------------------------------------------------------------------
+// Errors, signals, text
+// ---------------------------------------------------------------------------
+
+// Describes an error number of libfabric (fi_errno(3)).
+std::string ErrorText(int error) {
+  std::string text = fi_strerror(error);
+  if (error == FI_ENOMEM) {
+    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
+  }
+  return text;
+}
+
+// Throws if a function of libfabric has failed. Such functions return 0 or a
+// count if all went well, otherwise a negative error number.
+void FiCheck(ssize_t ret, const std::string& what) {
+  if (ret >= 0) return;
+  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+}
+
+// Owns an object of libfabric, and closes it. C++ destroys the members of a
+// struct in reverse order, so each object is declared after those that it uses.
+template <typename T>
+struct Owned {
+  T* ptr = nullptr;
+
+  Owned() = default;
+  Owned(const Owned&) = delete;
+  Owned& operator=(const Owned&) = delete;
+  operator T*() const { return ptr; }
+  ~Owned() {
+    int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
+    if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
+  }
+};
+
+// Set by the first signal that asks us to end. All loops look at it, so that
+// everything is closed on the way out.
+std::atomic<bool> g_interrupted = false;
+int g_wake_fd = -1;  // a descriptor that is readable after such a signal
+
+// Called for a signal: the loops end, and a second signal ends the process.
+void HandleSignal(int) {
+  g_interrupted = true;
+  eventfd_write(g_wake_fd, 1);  // wakes a loop that is about to fall asleep
+  // A second one, of any kind, ends the process at once.
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
+}
+
+// Has HandleSignal called for the signals that ask a process to end.
+void InstallSignalHandlers() {
+  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
+  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
+}
+
+// Throws after a signal that asks us to end.
+void CheckInterrupted() {
+  if (g_interrupted) throw std::runtime_error("interrupted");
+}
+
+// Replaces whatever in a text from the other side could deceive on a terminal:
+// control characters, marks that reverse the direction of writing, and bytes
+// that are no UTF-8.
+std::string Printable(const std::string& text) {
+  std::string printable;
+  for (size_t i = 0; i < text.size();) {
+    wchar_t character = 0;
+    std::mbstate_t state = {};
+    size_t left = text.size() - i;
+    size_t len = std::mbrtowc(&character, &text[i], left, &state);
+    bool good = len <= left && !std::iswcntrl(character) &&
+                (character < 0x2028 || character > 0x202e) &&
+                (character < 0x2066 || character > 0x2069);
+    if (!good) len = 1;
+    printable += good ? text.substr(i, len) : "?";
+    i += len;
+  }
+  return printable;
+}
+
+// ---------------------------------------------------------------------------
+// Addresses
+// ---------------------------------------------------------------------------
+
+// The address of an endpoint. Only its provider knows what the bytes mean, and
+// how many there are.
+using Address = std::vector<uint8_t>;
+
+// Returns an address as hexadecimal digits, to be typed into another terminal.
+std::string ToHex(const Address& address) {
+  std::string hex;
+  for (uint8_t byte : address) {
+    char digits[3];
+    snprintf(digits, sizeof(digits), "%02x", byte);
+    hex += digits;
+  }
+  return hex;
+}
+
+// Does the reverse of ToHex. Throws std::invalid_argument, which main() takes
+// for a wrong command line.
+Address ParseAddress(const std::string& hex) {
+  if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
+      hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
+    throw std::invalid_argument(
+        "ADDRESS is not an even number of hexadecimal digits, " +
+        std::to_string(2 * kMaxAddressSize) + " at most: \"" +
+        hex.substr(0, 80) + "\"");
+  }
+  Address address;
+  for (size_t i = 0; i < hex.size(); i += 2) {
+    address.push_back(
+        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
+  }
+  return address;
+}
+
+// ---------------------------------------------------------------------------
+// Domain and buffers
+// ---------------------------------------------------------------------------
+
+// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
+std::string ProviderSetting() {
+  const char* provider = getenv("FI_PROVIDER");
+  return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
+}
+
+// What fi_getinfo(3) says about an interface, and about those after it; and the
+// function that frees it.
+using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+
+// Asks libfabric for the interfaces that can do what we need (kCaps), the best
+// first. FI_PROVIDER narrows the choice.
+Info GetInfo() {
+  Info hints(fi_allocinfo(), fi_freeinfo);
+  if (hints == nullptr) throw std::bad_alloc();
+  hints->caps = kCaps;
+  // Reliable, whole messages, and one endpoint for any number of peers.
+  hints->ep_attr->type = FI_EP_RDM;
+  // Demands that we can meet. The answer keeps what the provider insists on.
+  hints->mode = FI_CONTEXT | FI_CONTEXT2;
+  hints->domain_attr->mr_mode =
+      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // Messages to the same peer must arrive in the order of their SENDs.
+  hints->tx_attr->msg_order = FI_ORDER_SAS;
+  hints->rx_attr->msg_order = FI_ORDER_SAS;
+
+  struct fi_info* info = nullptr;
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+          ProviderSetting() +
+              "fi_getinfo finds no interface that can do what this "
+              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
+              "needs room in /dev/shm)");
+  return Info(info, fi_freeinfo);
+}
+
+// Describes an interface in one line.
+std::string Describe(const struct fi_info* info) {
+  return "domain: " + std::string(info->domain_attr->name) +
+         ", fabric: " + info->fabric_attr->name +
+         ", provider: " + info->fabric_attr->prov_name;
+}
+
+// An interface that has been opened: its fabric, which is the network, and its
+// domain, which is our access to the adapter.
+struct Domain {
+  Info info;
+  Owned<struct fid_fabric> fabric;
+  Owned<struct fid_domain> handle;
+  uint64_t next_key = 1;
+  size_t empty_wakes = 0;  // since something has last completed
+
+  // Opens the first interface of a list.
+  explicit Domain(Info list) : info(std::move(list)) {
+    printf("%s\n", Describe(info.get()).c_str());
+    FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
+    FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
+  }
+
+  // Returns the greatest length of a message, in bytes. Server and client use
+  // the same provider, so it is the same for both.
+  size_t MaxMessageSize() const {
+    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
+  }
+};
+
+// Memory, and the function that frees it.
+using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+
+// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+Memory AllocHost(size_t size) {
+  size_t align = kBufferAlign;
+  size_t rounded = (size + align - 1) / align * align;
+  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) {
+    throw std::runtime_error("no memory for " + std::to_string(size) +
+                             " bytes");
+  }
+  memset(data.get(), 0, rounded);
+  return data;
+}
+
+// Registered memory: the adapter knows it, and which operations may use it
+// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
+// adapter may use its buffer at any time, so declare a buffer before the
+// Endpoint that uses it. Then C++ closes the Endpoint first.
+struct Buffer {
+  size_t size;  // bytes
+  Memory data;
+  Owned<struct fid_mr> mr;
+
+  Buffer(Domain& domain, size_t bytes, uint64_t access)
+      : size(bytes), data(AllocHost(bytes)) {
+    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
+    struct fi_mr_attr attr = {};
+    attr.mr_iov = &iov;
+    attr.iov_count = 1;
+    attr.access = access;
+    // Used by providers that let us choose the key (those without
+    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
+    attr.requested_key = domain.next_key++;
+    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr),
+            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Operations and completions
+// ---------------------------------------------------------------------------
+
+// The kinds of operations.
+enum class RdmaOpType : uint8_t { kRecv, kSend };
+
+// Returns the name of an operation, for error messages.
+const char* NameOf(RdmaOpType type) {
+  switch (type) {
+    case RdmaOpType::kRecv:
+      return "RECV";
+    case RdmaOpType::kSend:
+      return "SEND";
+  }
+  return "";
+}
+
+// A work request: an operation for libfabric to do, and the function to call
+// once when it is done, which may post others.
+struct RdmaOp {
+  // Must come first: some providers keep notes of their own here while the
+  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
+  struct fi_context2 context = {};
+  RdmaOpType type = RdmaOpType::kRecv;
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
+  Buffer* buf = nullptr;
+  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
+  std::function<void(const RdmaOp&)> callback = nullptr;
+  uint64_t flags = 0;      // of a SEND: FI_DELIVERY_COMPLETE, where it matters
+  std::string error = {};  // set at completion; empty if all went well
+  bool in_flight = false;  // posted, and not yet completed
+
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    std::string hint;
+    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
+    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+                             hint);
+  }
+};
+
+// An endpoint, where operations are posted, and what belongs to it: a
+// completion queue, which says what became of them, an address vector, which
+// holds the addresses of peers, and an event queue.
+struct Endpoint {
+  Domain& domain;
+  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
+  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
+
+  Address addr;  // our own
+  // When anything but a SEND has last completed.
+  Clock::time_point last_completion = Clock::now();
+  bool refused = false;  // there was no room for an operation
+  int wait_fd = -1;  // readable when to read `cq`; -1: there is no such thing
+  Owned<struct fid_av> av;
+  Owned<struct fid_cq> cq;
+  Owned<struct fid_eq> eq;
+  Owned<struct fid_ep> ep;
+
+  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
+    struct fi_av_attr av_attr = {};
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
+    struct fi_cq_attr cq_attr = {};
+    cq_attr.size = kCompletionQueueSize;
+    cq_attr.format = FI_CQ_FORMAT_DATA;
+    // Ask for a descriptor, for poll(2). Not all providers can have one.
+    cq_attr.wait_obj = FI_WAIT_FD;
+    if (fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr) != 0) {
+      cq_attr.wait_obj = FI_WAIT_NONE;
+      FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
+              "fi_cq_open");
+    }
+    if (fi_control(&cq.ptr->fid, FI_GETWAIT, &wait_fd) != 0) wait_fd = -1;
+    // Without an event queue, the efa provider ends the process on some errors
+    // of a peer. We never read it: such a peer falls silent, and we notice.
+    struct fi_eq_attr eq_attr = {};
+    FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
+            "fi_eq_open");
+
+    FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
+            "fi_endpoint");
+    // The shm provider has just put handlers of its own before ours. They
+    // delete our shared memory at once, and then the other side may crash.
+    if (!g_interrupted) InstallSignalHandlers();
+    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
+    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
+            "fi_ep_bind (completion queue)");
+    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_enable(ep), "fi_enable");
+
+    size_t length = kMaxAddressSize;
+    addr.resize(length);
+    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    addr.resize(length);
+  }
+
+  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
+  // that does not exist shows later, as an error or as silence.
+  fi_addr_t AddPeerAddress(const Address& address) {
+    // An address that is a name ends with a zero byte and begins as ours does.
+    // Any other address is as long as ours.
+    bool fits = domain.info->addr_format == FI_ADDR_STR
+                    ? !address.empty() && address.back() == 0 &&
+                          address.front() == addr.front()
+                    : address.size() == addr.size();
+    fi_addr_t peer = FI_ADDR_UNSPEC;
+    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+      throw std::runtime_error("\"" + ToHex(address) +
+                               "\" is not an address of provider " +
+                               domain.info->fabric_attr->prov_name +
+                               "; do both sides use the same FI_PROVIDER?");
+    }
+    return peer;
+  }
+
+  // Ends all contact with a peer.
+  void RemovePeerAddress(fi_addr_t peer) {
+    int ret = fi_av_remove(av, &peer, 1, 0);
+    if (ret != 0) {
+      fprintf(stderr, "warning: fi_av_remove: %s\n", fi_strerror(-ret));
+    }
+  }
+
+  // Hands an operation to libfabric. Its buffer must not change until it has
+  // completed. Returns false if libfabric has no room for it now (-FI_EAGAIN);
+  // reading completions makes room, so try again afterwards. An operation that
+  // libfabric refuses completes at once, with an error.
+  bool Post(RdmaOp request) {
+    while (free_ops.size() < kSpareOps) {
+      free_ops.push_back(&ops.emplace_back());
+    }
+    RdmaOp* op = free_ops.front();
+    *op = std::move(request);
+    ssize_t ret = Submit(op);
+    if (ret == -FI_EAGAIN) {
+      refused = true;
+      return false;
+    }
+    free_ops.pop_front();
+    op->in_flight = true;
+    if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
+    return true;
+  }
+
+  // Calls the function of libfabric for an operation. See fi_msg(3).
+  ssize_t Submit(RdmaOp* op) {
+    void* desc = fi_mr_desc(op->buf->mr);
+    struct iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
+    struct fi_msg msg = {};
+    msg.msg_iov = &iov;
+    msg.desc = &desc;
+    msg.iov_count = 1;
+    msg.addr = op->peer;
+    msg.context = op;
+    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
+    // An answer tells that a request has arrived, so most SENDs may complete as
+    // soon as their buffer is free again.
+    return fi_sendmsg(ep, &msg, op->flags);
+  }
+
+  // Reads what has completed and calls back. Many providers work only while we
+  // read: they have no thread of their own. Returns the number of completions.
+  // Throws if something is wrong with the endpoint, or if a callback does.
+  size_t PollCompletion() {
+    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    if (ret == -FI_EAGAIN) return 0;
+    domain.empty_wakes = 0;
+    if (ret == -FI_EAVAIL) {
+      ReadError();
+      return 1;
+    }
+    FiCheck(ret, "fi_cq_read");
+    // A callback that throws must not cost the entries after it.
+    std::exception_ptr failure;
+    for (ssize_t i = 0; i < ret; ++i) {
+      try {
+        Complete(cqe[i].op_context, cqe[i].len, "");
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
+    return static_cast<size_t>(ret);
+  }
+
+  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  void Complete(void* context, size_t len, const std::string& error) {
+    if (context == nullptr) return;  // not an operation of ours
+    auto* op = static_cast<RdmaOp*>(context);
+    // An adapter may report an operation that has completed a second time, as
+    // failed: the peer did not get its receipt.
+    if (!op->in_flight) return;
+    RdmaOp done = std::move(*op);
+    op->in_flight = false;
+    free_ops.push_back(op);
+    // A SEND may complete on this side alone: it says nothing about the peer.
+    if (done.type != RdmaOpType::kSend) RestartSilence();
+    done.error = error;
+    if (done.type == RdmaOpType::kRecv && error.empty()) {
+      if (len > done.len) done.error = "the message is longer than the buffer";
+      done.len = len;
+    }
+    done.callback(done);
+  }
+
+  // Reads a failed operation, which is the next entry of the completion queue.
+  // Only fi_cq_readerr can read it.
+  void ReadError() {
+    struct fi_cq_err_entry entry = {};
+    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_cq_readerr");
+    std::string error = ErrorText(entry.err);
+    const char* detail =
+        fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
+    // Some providers do not say which operation has failed.
+    if (entry.op_context == nullptr) {
+      throw std::runtime_error("an operation failed: " + error);
+    }
+    Complete(entry.op_context, 0, error);
+  }
+
+  // Returns when something may have completed at one of the endpoints (all of
+  // one domain), when a signal has come, or after `limit`. Just after a
+  // completion it returns at once.
+  static void Sleep(const std::vector<Endpoint*>& endpoints,
+                    std::chrono::milliseconds limit = kMaxSleep) {
+    Domain& domain = endpoints.front()->domain;
+    std::vector<struct fid*> cqs;
+    std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
+    for (Endpoint* endpoint : endpoints) {
+      // The next message often comes at once, and being woken takes longer than
+      // looking again. The peer may need this core to send it, though.
+      if (Clock::now() - endpoint->last_completion < kSpin) {
+        return std::this_thread::yield();
+      }
+      // Nothing tells us that there is room again.
+      if (endpoint->refused || endpoint->wait_fd < 0) limit = kIdlePause;
+      endpoint->refused = false;
+      if (endpoint->wait_fd < 0) continue;
+      cqs.push_back(&endpoint->cq.ptr->fid);
+      fds.push_back({endpoint->wait_fd, POLLIN, 0});
+    }
+    // A descriptor that is always readable lets nobody sleep.
+    if (++domain.empty_wakes > kEmptyWakes) {
+      std::this_thread::sleep_for(kIdlePause);
+    }
+    // What has come since we have last looked need not make a descriptor
+    // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
+    int ret =
+        fi_trywait(domain.fabric, cqs.data(), static_cast<int>(cqs.size()));
+    if (ret == -FI_EAGAIN) return;
+    FiCheck(ret, "fi_trywait");
+    ret = poll(fds.data(), fds.size(), static_cast<int>(limit.count()));
+    if (ret == 0) domain.empty_wakes = 0;  // it was sleep
+  }
+
+  // Polls until `done` returns true. Error messages begin with `what`. During
+  // the first `grace`, it goes on in spite of a signal. Only a client waits
+  // like this; a server must not, because all its clients would have to wait,
+  // too.
+  void WaitUntil(const char* what, const std::function<bool()>& done,
+                 Clock::duration grace = 0s,
+                 std::chrono::seconds limit = kSilenceLimit) {
+    Clock::time_point start = Clock::now();
+    RestartSilence();
+    while (!done()) {
+      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
+      if (PollCompletion() > 0) continue;
+      CheckSilence(what, limit);
+      Sleep({this});
+    }
+  }
+
+  // Begins to count the time without a completion anew.
+  void RestartSilence() { last_completion = Clock::now(); }
+
+  // Throws if nothing has completed for too long: some providers never report
+  // that a peer has gone, and silence is all that there is to notice.
+  void CheckSilence(const char* what,
+                    std::chrono::seconds limit = kSilenceLimit) const {
+    if (Clock::now() - last_completion < limit) return;
+    throw std::runtime_error(
+        std::string(what) + ": nothing has happened for " +
+        std::to_string(limit.count()) +
+        " s; is the other side running, with the same FI_PROVIDER?");
+  }
+};
+
+// ---------------------------------------------------------------------------
+// Messages
+// ---------------------------------------------------------------------------
+
+using Message = std::string;  // any bytes
+
+// The kinds of messages, and who sends them.
+enum class AppMessageType : uint32_t {
+  kConnect = 1,  // client: this is my address
+  kAccept = 2,   // server: this is your number
+  kBye = 3,      // client: I want nothing more
+  kRefused = 4,  // server: you get nothing more; followed by the reason
+
+  kGet = 5,  // client: requests
+  kPut = 6,
+  kDelete = 7,
+  kDone = 8,      // server: replies; after a GET, followed by the value
+  kNotFound = 9,  // there is no such key
+  kFull = 10,     // there is no room for this value
+};
+
+// The beginning of each message. All clients write to the same endpoint, so the
+// number says whose message it is. A stranger may guess that, but not the
+// number that the client has chosen for its conversation with the server.
+struct AppMessageBase {
+  AppMessageType type;
+  uint32_t number = 0;  // of the client; set by Mailbox::Send, like the nonce
+  uint32_t nonce = 0;
+};
+
+// A CONNECT.
+struct AppConnectMessage {
+  AppMessageBase base;
+  uint32_t addr_size;  // bytes used of addr
+  uint8_t addr[kMaxAddressSize];
+};
+
+// A request, followed by the key and the value; or a reply, followed by the
+// value.
+struct AppRequestMessage {
+  AppMessageBase base;
+  uint32_t sequence =
+      0;  // of the client's requests; a reply has that of its own
+  uint32_t key_size = 0;  // bytes
+};
+
+// Numbers travel as they are in memory, so both sides need the same byte order.
+static_assert(std::endian::native == std::endian::little,
+              "the numbers in messages are little-endian");
+
+// Returns what to throw for a message that cannot be right.
+std::runtime_error BadMessage(const std::string& what) {
+  return std::runtime_error("bad message: " + what);
+}
+
+// Copies the beginning of a message into a struct that starts with an
+// AppMessageBase. Throws if the message is too short for it.
+template <typename T>
+T ReadMessage(const Message& message) {
+  if (message.size() < sizeof(T)) {
+    throw BadMessage(std::to_string(message.size()) + " bytes");
+  }
+  T head;
+  memcpy(&head, message.data(), sizeof(head));
+  return head;
+}
+
+// ---------------------------------------------------------------------------
+// Mailboxes
+// ---------------------------------------------------------------------------
+
+// Somebody to send messages to, and the messages that are on their way. Must
+// not be destroyed while one of them is in flight.
+struct Peer {
+  fi_addr_t addr = FI_ADDR_UNSPEC;
+  uint32_t number = 0;          // of the client
+  uint32_t nonce = 0;           // of the conversation
+  std::deque<RdmaOp> unposted;  // SENDs that wait for room
+  size_t in_flight = 0;         // SENDs
+  std::string error;            // of the first SEND that has failed
+};
+
+// An endpoint, and messages from and to any number of peers.
+struct Mailbox {
+  Domain& domain;
+  std::list<Buffer> bufs;               // of all RECVs and SENDs
+  std::vector<Buffer*> free_recv_bufs;  // those without a RECV
+  std::deque<RdmaOp> arrivals;          // completed RECVs
+  std::vector<Buffer*> free_send_bufs;  // those without a message
+  Endpoint endpoint;
+
+  Mailbox(Domain& open_domain, size_t recv_count)
+      : domain(open_domain), endpoint(open_domain) {
+    for (size_t i = 0; i < recv_count; ++i) {
+      free_recv_bufs.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+    }
+    PostRecvs();
+  }
+
+  // Posts a RECV for each idle buffer, as far as libfabric has room.
+  void PostRecvs() {
+    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
+    while (!free_recv_bufs.empty() &&
+           endpoint.Post({.type = RdmaOpType::kRecv,
+                          .buf = free_recv_bufs.back(),
+                          .len = free_recv_bufs.back()->size,
+                          .callback = arrived})) {
+      free_recv_bufs.pop_back();
+    }
+  }
+
+  // Posts what has to wait, and polls. Returns the number of completions.
+  size_t Poll() {
+    PostRecvs();
+    return endpoint.PollCompletion();
+  }
+
+  // Takes out the next message, if there is one. It is empty if its RECV has
+  // failed: it was too long.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    Message message;
+    if (recv.error.empty()) {
+      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
+    }
+    free_recv_bufs.push_back(recv.buf);
+    return message;
+  }
+
+  // Sends a copy of a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(Peer& peer, const T& head, std::string_view tail = {},
+            uint64_t flags = 0) {
+    // Padding would carry whatever was in memory there.
+    static_assert(std::has_unique_object_representations_v<T>);
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
+    }
+    Buffer* buf = free_send_bufs.back();
+    size_t len = sizeof(head) + tail.size();
+    if (len > buf->size) {
+      throw std::runtime_error("a message of " + std::to_string(len) +
+                               " bytes is too long for this provider");
+    }
+    free_send_bufs.pop_back();
+    AppMessageBase base = head.base;
+    base.number = peer.number;
+    base.nonce = peer.nonce;
+    memcpy(buf->data.get(), &head, sizeof(head));
+    memcpy(buf->data.get(), &base, sizeof(base));
+    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    RdmaOp send = {.type = RdmaOpType::kSend,
+                   .peer = peer.addr,
+                   .buf = buf,
+                   .len = len,
+                   .callback =
+                       [this, &peer](const RdmaOp& op) {
+                         --peer.in_flight;
+                         free_send_bufs.push_back(op.buf);
+                         if (peer.error.empty()) peer.error = op.error;
+                       },
+                   .flags = flags};
+    peer.unposted.push_back(std::move(send));
+    PostSends(peer);
+  }
+
+  // Posts the SENDs to a peer that wait, in order, as far as libfabric has
+  // room. A peer that does not read must not use up the room of all others, so
+  // each has a share of it.
+  void PostSends(Peer& peer) {
+    while (!peer.unposted.empty() && peer.in_flight < kMaxInFlight) {
+      ++peer.in_flight;  // before its callback, which Post may call
+      if (!endpoint.Post(peer.unposted.front())) {
+        --peer.in_flight;
+        return;
+      }
+      peer.unposted.pop_front();
+    }
+  }
+
+  // Drops the SENDs to a peer that wait.
+  void DropSends(Peer& peer) {
+    for (RdmaOp& op : peer.unposted) free_send_bufs.push_back(op.buf);
+    peer.unposted.clear();
+  }
+};
+
+// ---------------------------------------------------------------------------
+// The server
+// ---------------------------------------------------------------------------
+
+// Prints how to reach the server.
+void PrintClientCommand(const char* program, const Endpoint& endpoint) {
+  printf("Run the client with the following command:\n  %s%s %s\n",
+         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
+}
+
+// Prints whether the provider can wake us.
+void PrintSleep(const Endpoint& endpoint) {
+  printf("%s\n", endpoint.wait_fd < 0
+                     ? "Nothing can wake us here: a pause of 1 ms instead."
+                     : "We sleep until the completion queue wakes us.");
+}
+
+// A client of the server.
+struct ServedClient {
+  Address addr;
+  Peer peer;
+  Clock::time_point heard_at = Clock::now();
+  Clock::time_point leave_at = {};  // until then, the last messages may leave
+};
+
+// The server: one mailbox, and what it knows about each client.
+struct Server {
+  using Clients = std::unordered_map<uint32_t, ServedClient>;  // by number
+
+  Domain domain;
+  Clients clients;
+  Clients leaving;            // with messages on their way; nobody hears them
+  std::deque<Peer*> blocked;  // peers with messages that wait
+  uint32_t last_number = 0;   // of a client
+  std::unordered_map<std::string, std::string> store;
+  size_t store_size = 0;  // bytes
+  size_t num_requests = 0;
+  size_t num_printed = 0;  // of these, when we have last told
+  Clock::time_point looked_at = Clock::now();
+  Mailbox mailbox;
+
+  Server() : domain(GetInfo()), mailbox(domain, kServerRecvCount) {}
+
+  // Handles the messages that have come. Returns the number of completions.
+  size_t Poll() {
+    size_t completions = mailbox.Poll();
+    while (std::optional<Message> message = mailbox.Take()) {
+      try {
+        HandleMessage(*message);
+      } catch (const std::exception& e) {
+        // A bad message must not end the server.
+        fprintf(stderr, "error: %s\n", e.what());
+      }
+    }
+    // Each peer gets its turn, as often as the others.
+    for (size_t i = blocked.size(); i > 0; --i) {
+      Peer* peer = blocked.front();
+      blocked.pop_front();
+      mailbox.PostSends(*peer);
+      if (!peer->unposted.empty()) blocked.push_back(peer);
+    }
+    if (Clock::now() - looked_at >= kMaxSleep) {
+      looked_at = Clock::now();
+      ForgetGone();
+    }
+    return completions;
+  }
+
+  // Sends a message to a client, now or when there is room.
+  template <typename T>
+  void Send(ServedClient& client, const T& head, std::string_view tail = {}) {
+    bool is_blocked = !client.peer.unposted.empty();
+    mailbox.Send(client.peer, head, tail);
+    if (!is_blocked && !client.peer.unposted.empty()) {
+      blocked.push_back(&client.peer);
+    }
+  }
+
+  // Handles a message. Throws if it cannot be right.
+  void HandleMessage(const Message& message) {
+    auto base = ReadMessage<AppMessageBase>(message);
+    if (base.type == AppMessageType::kConnect) return HandleConnect(message);
+    auto it = clients.find(base.number);
+    // A stranger, or a client that we have forgotten.
+    if (it == clients.end() || it->second.peer.nonce != base.nonce) return;
+    ServedClient& client = it->second;
+    client.heard_at = Clock::now();
+    if (base.type == AppMessageType::kBye) return Leave(client);
+    try {
+      HandleRequest(client, message);
+    } catch (const std::exception& e) {
+      Refuse(client, e.what());
+    }
+  }
+
+  // Accepts a new client.
+  void HandleConnect(const Message& message) {
+    auto connect = ReadMessage<AppConnectMessage>(message);
+    if (connect.addr_size > sizeof(connect.addr)) {
+      throw BadMessage("its sizes do not fit together");
+    }
+    if (clients.size() + leaving.size() >= 2 * kMaxClients) return;
+    Address addr(connect.addr, connect.addr + connect.addr_size);
+    // Whoever begins anew, after a long silence, has an address here already.
+    fi_addr_t peer_addr = FI_ADDR_UNSPEC;
+    for (Clients* list : {&clients, &leaving}) {
+      for (auto& [number, client] : *list) {
+        if (client.addr == addr) peer_addr = client.peer.addr;
+      }
+    }
+    if (peer_addr == FI_ADDR_UNSPEC) {
+      peer_addr = mailbox.endpoint.AddPeerAddress(addr);
+    }
+    uint32_t number = ++last_number;
+    ServedClient& client = clients[number];
+    client.addr = addr;
+    client.peer.addr = peer_addr;
+    client.peer.number = number;
+    client.peer.nonce = connect.base.nonce;
+    if (clients.size() > kMaxClients) {
+      return Refuse(client, "there are too many clients");
+    }
+    Send(client, AppRequestMessage{{AppMessageType::kAccept}});
+  }
+
+  // Does what a client asks for, and replies. Throws if it cannot be right.
+  void HandleRequest(ServedClient& client, const Message& message) {
+    auto request = ReadMessage<AppRequestMessage>(message);
+    size_t size = message.size() - sizeof(request);
+    AppMessageType type = request.base.type;
+    if (type < AppMessageType::kGet || type > AppMessageType::kDelete ||
+        request.key_size > std::min(kMaxKeySize, size) ||
+        size - request.key_size > kMaxValueSize) {
+      throw BadMessage("its type or its sizes");
+    }
+    if (client.peer.unposted.size() + client.peer.in_flight >= kMaxUnanswered) {
+      return Forget(client, "it asks and does not read");
+    }
+    ++num_requests;
+    std::string key = message.substr(sizeof(request), request.key_size);
+    std::string value = message.substr(sizeof(request) + request.key_size);
+    AppRequestMessage reply = {{AppMessageType::kDone}, request.sequence};
+    auto it = store.find(key);
+    size_t old_size = it == store.end() ? 0 : key.size() + it->second.size();
+    if (type == AppMessageType::kPut) {
+      if (store_size - old_size + size > kMaxStoreSize) {
+        reply.base.type = AppMessageType::kFull;
+      } else {
+        store_size += size - old_size;
+        store[key] = value;
+      }
+    } else if (it == store.end()) {
+      reply.base.type = AppMessageType::kNotFound;
+    } else if (type == AppMessageType::kGet) {
+      return Send(client, reply, it->second);
+    } else {
+      store_size -= old_size;
+      store.erase(it);
+    }
+    Send(client, reply);
+  }
+
+  // Tells a client why it gets nothing more.
+  void Refuse(ServedClient& client, const std::string& reason) {
+    fprintf(stderr, "[%u] refused: %s\n", client.peer.number, reason.c_str());
+    Send(client, AppRequestMessage{{AppMessageType::kRefused}}, reason);
+    Leave(client, kContactGrace);
+  }
+
+  // Sends nothing more to a client, not even what waits.
+  void Forget(ServedClient& client, const std::string& why) {
+    fprintf(stderr, "[%u] forgotten: %s\n", client.peer.number, why.c_str());
+    Leave(client);
+  }
+
+  // Hears a client no more. Messages to it may leave for some time.
+  void Leave(ServedClient& client, Clock::duration grace = 0s) {
+    client.leave_at = Clock::now() + grace;
+    leaving.insert(clients.extract(client.peer.number));
+  }
+
+  // Forgets the clients that have gone.
+  void ForgetGone() {
+    for (auto it = clients.begin(); it != clients.end();) {
+      ServedClient& client = (it++)->second;
+      if (!client.peer.error.empty()) {
+        Forget(client, "SEND failed: " + client.peer.error);
+      } else if (Clock::now() - client.heard_at > kForgetAfter) {
+        Forget(client, "it has been silent for long");
+      }
+    }
+    for (auto it = leaving.begin(); it != leaving.end();) {
+      it = HasLeft(it->second) ? leaving.erase(it) : std::next(it);
+    }
+    if (num_requests == num_printed) return;
+    num_printed = num_requests;
+    printf("%zu clients, %zu requests\n", clients.size(), num_requests);
+  }
+
+  // Returns whether nothing of a client is in flight any more.
+  bool HasLeft(ServedClient& client) {
+    Peer& peer = client.peer;
+    if (Clock::now() < client.leave_at &&
+        peer.unposted.size() + peer.in_flight > 0) {
+      return false;
+    }
+    mailbox.DropSends(peer);
+    std::erase(blocked, &peer);
+    // libfabric gives up what is in flight to an address that we remove.
+    auto same = [&](auto& entry) {
+      return entry.second.peer.addr == peer.addr && &entry.second != &client;
+    };
+    if (peer.addr != FI_ADDR_UNSPEC &&
+        std::none_of(clients.begin(), clients.end(), same) &&
+        std::none_of(leaving.begin(), leaving.end(), same)) {
+      mailbox.endpoint.RemovePeerAddress(peer.addr);
+    }
+    peer.addr = FI_ADDR_UNSPEC;
+    return peer.in_flight == 0;
+  }
+};
+
+// Runs the server, until a signal ends it.
+int ServerMain(const char* program) {
+  Server server;
+  Endpoint& endpoint = server.mailbox.endpoint;
+  PrintSleep(endpoint);
+  PrintClientCommand(program, endpoint);
+  while (!g_interrupted) {
+    if (server.Poll() == 0) Endpoint::Sleep({&endpoint});
+  }
+  // An ACCEPT on its way is a first contact: with the shm provider of libfabric
+  // 1.17, the client would end with us.
+  auto has_sends = [](auto& client) {
+    return client.second.peer.in_flight > 0;
+  };
+  Clock::time_point end = Clock::now() + kContactGrace;
+  while (Clock::now() < end &&
+         std::any_of(server.clients.begin(), server.clients.end(), has_sends)) {
+    server.Poll();
+  }
+  return 0;
+}
+
+// ---------------------------------------------------------------------------
+// The client
+// ---------------------------------------------------------------------------
+
+// A client: a mailbox, and requests to the server, one at a time.
+struct Client {
+  Peer server;
+  uint32_t sequence = 0;                // of the last request
+  std::optional<AppMessageType> reply;  // to it, once it is there
+  std::string value;                    // in the reply
+  Clock::time_point asked_at;
+  Mailbox mailbox;
+
+  Client(Domain& domain, const Address& server_addr)
+      : mailbox(domain, kClientRecvCount) {
+    server.addr = mailbox.endpoint.AddPeerAddress(server_addr);
+  }
+
+  // Polls and handles messages. Returns the number of completions. Throws if a
+  // message could not be sent, or if we are refused.
+  size_t Poll() {
+    mailbox.PostSends(server);
+    size_t completions = mailbox.Poll();
+    while (std::optional<Message> message = mailbox.Take()) {
+      HandleMessage(*message);
+    }
+    if (server.error.empty()) return completions;
+    throw std::runtime_error("SEND failed: " + server.error +
+                             "; is the other side still running?");
+  }
+
+  // Handles a message. Ignores what is not from our server.
+  void HandleMessage(const Message& message) {
+    if (message.size() < sizeof(AppRequestMessage)) return;
+    auto head = ReadMessage<AppRequestMessage>(message);
+    if (head.base.nonce != server.nonce) return;
+    std::string tail = message.substr(sizeof(head));
+    if (head.base.type == AppMessageType::kAccept) {
+      server.number = head.base.number;
+    } else if (head.base.type == AppMessageType::kRefused) {
+      throw std::runtime_error("the server has refused: " + Printable(tail));
+    } else if (head.sequence == sequence && !reply) {
+      reply = head.base.type;
+      value = tail;
+    } else {
+      throw BadMessage("it answers nothing that we have asked");
+    }
+  }
+
+  // Begins a conversation. IsConnected tells whether the server takes part.
+  void Connect() {
+    server.nonce = std::random_device()();
+    server.number = 0;
+    const Address& addr = mailbox.endpoint.addr;
+    AppConnectMessage connect = {};
+    connect.base.type = AppMessageType::kConnect;
+    connect.addr_size = static_cast<uint32_t>(addr.size());
+    std::copy(addr.begin(), addr.end(), connect.addr);
+    Start(connect);
+  }
+  bool IsConnected() const { return server.number != 0; }
+
+  // Asks for something; then `reply` comes.
+  void Ask(AppMessageType type, const std::string& key,
+           const std::string& value = {}) {
+    reply.reset();
+    Start(
+        AppRequestMessage{
+            {type}, ++sequence, static_cast<uint32_t>(key.size())},
+        key + value);
+  }
+
+  // Sends what has to be answered.
+  template <typename T>
+  void Start(const T& head, std::string_view tail = {}) {
+    asked_at = Clock::now();
+    mailbox.endpoint.RestartSilence();
+    mailbox.Send(server, head, tail);
+  }
+
+  // Tells the server that we want nothing more. It must arrive before we close.
+  void SayBye() {
+    mailbox.Send(server, AppRequestMessage{{AppMessageType::kBye}}, {},
+                 FI_DELIVERY_COMPLETE);
+  }
+  bool HasLeft() const {
+    return server.in_flight + server.unposted.size() == 0;
+  }
+};
+
+// Waits until something is there from the server. Throws if nothing comes.
+void WaitFor(Client& client, const char* what,
+             const std::function<bool()>& done) {
+  client.mailbox.endpoint.WaitUntil(what, [&] {
+    client.Poll();
+    return done();
+  });
+}
+
+// Connects, asks for one thing, and prints the reply.
+int ClientMain(const Address& server_addr, AppMessageType type,
+               const std::string& key, const std::string& value) {
+  if (key.size() > kMaxKeySize || value.size() > kMaxValueSize) {
+    throw std::invalid_argument("KEY or VALUE is too long");
+  }
+  Domain domain(GetInfo());
+  Client client(domain, server_addr);
+  client.Connect();
+  WaitFor(client, "waiting for ACCEPT", [&] { return client.IsConnected(); });
+  client.Ask(type, key, value);
+  WaitFor(client, "waiting for the reply", [&] { return !!client.reply; });
+  client.SayBye();
+  WaitFor(client, "saying BYE", [&] { return client.HasLeft(); });
+  if (client.reply != AppMessageType::kDone) {
+    throw std::runtime_error(client.reply == AppMessageType::kFull
+                                 ? "the server has no room for it"
+                                 : "the server has no such key");
+  }
+  printf("%s\n", type == AppMessageType::kGet ? Printable(client.value).c_str()
+                                              : "Done.");
+  return 0;
+}
+
+// What the clients of a crowd have in common.
+struct Crowd {
+  size_t num_clients;
+  size_t num_requests;               // of each, once all are connected
+  std::chrono::milliseconds period;  // between two of them
+  size_t num_connected = 0;
+  size_t num_connecting = 0;
+  size_t num_left = 0;             // those that have gone
+  std::vector<double> times = {};  // of the replies, us
+};
+
+// One of a crowd. It puts a value, gets it back and checks it, over and over.
+struct CrowdClient {
+  enum class State { kIdle, kConnecting, kAsking, kLeaving, kGone };
+
+  Crowd& crowd;
+  Client client;
+  std::string key;
+  std::string value;  // that the server should have
+  State state = State::kIdle;
+  size_t num_answered = 0;
+  Clock::time_point due_at = {};    // when the next request is due
+  Clock::time_point leave_at = {};  // when to close, whatever is in flight
+
+  CrowdClient(Crowd& its_crowd, Domain& domain, const Address& server_addr)
+      : crowd(its_crowd),
+        client(domain, server_addr),
+        key("key of client " + std::to_string(std::random_device()())) {}
+
+  // Returns whether something should come from the server.
+  bool IsWaiting() const {
+    return state != State::kIdle && state != State::kGone;
+  }
+
+  // Does what can be done now. Returns the number of completions. Throws if the
+  // server does not reply, or not as it should.
+  size_t Poll() {
+    Clock::time_point now = Clock::now();
+    size_t completions = client.Poll();
+    if (state == State::kConnecting && client.IsConnected()) {
+      --crowd.num_connecting;
+      if (num_answered == 0) ++crowd.num_connected;
+      state = State::kIdle;
+      due_at = now + crowd.period * (client.server.nonce % 100) / 100;
+    }
+    if (state == State::kAsking && client.reply) {
+      CheckReply();
+      state = State::kIdle;
+      due_at = std::max(now, client.asked_at + crowd.period);
+      if (crowd.num_connected == crowd.num_clients) {
+        auto time = now - client.asked_at;
+        crowd.times.push_back(
+            std::chrono::duration<double, std::micro>(time).count());
+        ++num_answered;
+      }
+    }
+    if (state == State::kAsking || state == State::kConnecting) {
+      client.mailbox.endpoint.CheckSilence("waiting for the server");
+    }
+    if (state == State::kLeaving && (client.HasLeft() || now >= leave_at)) {
+      state = State::kGone;
+      ++crowd.num_left;
+      due_at = Clock::time_point::max();
+    }
+    if (!IsWaiting() && now >= due_at) Begin(now);
+    return completions;
+  }
+
+  // Begins what is to be done next.
+  void Begin(Clock::time_point now) {
+    if (num_answered == crowd.num_requests) return Leave();
+    // The server may have forgotten us.
+    if (now - client.asked_at > kForgetAfter / 2) {
+      if (crowd.num_connecting >= kMaxConnecting) return;
+      ++crowd.num_connecting;
+      state = State::kConnecting;
+      return client.Connect();
+    }
+    state = State::kAsking;
+    bool put = client.sequence % 2 == 0;
+    if (put) value = key + ": " + std::to_string(client.sequence);
+    client.Ask(put ? AppMessageType::kPut : AppMessageType::kGet, key,
+               put ? value : "");
+  }
+
+  // Throws if the reply is not what it should be.
+  void CheckReply() {
+    bool put = client.sequence % 2 == 1;
+    if (client.reply != AppMessageType::kDone ||
+        client.value != (put ? "" : value)) {
+      throw std::runtime_error("the reply is not correct: " +
+                               Printable(client.value));
+    }
+  }
+
+  // Says BYE.
+  void Leave() {
+    leave_at = Clock::now() + kContactGrace;
+    state = State::kLeaving;
+    if (client.IsConnected()) client.SayBye();
+  }
+};
+
+// Runs many clients in one process.
+int CrowdMain(const Address& server_addr, Crowd crowd) {
+  Domain domain(GetInfo());
+  std::list<CrowdClient> clients;
+  for (size_t i = 0; i < crowd.num_clients; ++i) {
+    clients.emplace_back(crowd, domain, server_addr);
+  }
+  Endpoint* first = &clients.front().client.mailbox.endpoint;
+  PrintSleep(*first);
+  Clock::time_point start = {};
+  bool interrupted = false;
+  while (crowd.num_left < crowd.num_clients) {
+    if (g_interrupted && !interrupted) {
+      interrupted = true;
+      for (CrowdClient& client : clients) client.Leave();
+    }
+    size_t completions = 0;
+    Clock::time_point now = Clock::now();
+    Clock::time_point wake_at = now + kMaxSleep;
+    std::vector<Endpoint*> waiting = {first};
+    for (CrowdClient& client : clients) {
+      // Nothing comes to those that have not asked.
+      if (client.IsWaiting() || now >= client.due_at) {
+        completions += client.Poll();
+      }
+      if (client.IsWaiting()) {
+        waiting.push_back(&client.client.mailbox.endpoint);
+      } else {
+        wake_at = std::min(wake_at, client.due_at);
+      }
+    }
+    if (start == Clock::time_point{} &&
+        crowd.num_connected == crowd.num_clients) {
+      start = now;
+      printf("%zu clients are connected.\n", crowd.num_clients);
+    }
+    if (completions > 0) continue;
+    auto limit = std::chrono::ceil<std::chrono::milliseconds>(wake_at - now);
+    Endpoint::Sleep(waiting, std::max(limit, 0ms));
+  }
+  CheckInterrupted();
+  double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  std::vector<double>& times = crowd.times;
+  std::sort(times.begin(), times.end());
+  printf(
+      "%zu replies, all correct, %.0f a second: half took up to %.0f us, 99 %% "
+      "up to %.0f us.\n",
+      times.size(), static_cast<double>(times.size()) / seconds,
+      times[times.size() / 2], times[times.size() * 99 / 100]);
+  return 0;
+}
+
+// ---------------------------------------------------------------------------
+// Command line
+// ---------------------------------------------------------------------------
+
+// Prints the interfaces found, a line each.
+int ListMain() {
+  Info list = GetInfo();
+  // An interface may appear several times, with different capabilities.
+  std::set<std::string> seen;
+  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+    std::string line = Describe(info);
+    if (seen.insert(line).second) printf("%s\n", line.c_str());
+  }
+  return 0;
+}
+
+constexpr const char* kUsage =
+    "Usage:\n"
+    "  13_crowd\n"
+    "      Run the server.\n"
+    "  13_crowd ADDRESS {put KEY VALUE | get KEY | delete KEY}\n"
+    "      Have it store a value, return it, or forget it.\n"
+    "  13_crowd ADDRESS CLIENTS [REQUESTS [PERIOD]]\n"
+    "      Run many clients, with so many requests (1000) each, one every "
+    "PERIOD\n"
+    "      milliseconds (0).\n"
+    "  13_crowd --list\n"
+    "      List the interfaces found, the one it uses first.\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
+
+// Reads a number of at least 1. Throws std::invalid_argument.
+size_t ParseNumber(const char* name, const std::string& text) {
+  size_t number = 0;
+  const char* end = text.data() + text.size();
+  auto result = std::from_chars(text.data(), end, number);
+  if (result.ec != std::errc() || result.ptr != end || number == 0) {
+    throw std::invalid_argument(std::string(name) +
+                                " is not a number of at least 1: \"" +
+                                text.substr(0, 80) + "\"");
+  }
+  return number;
+}
+
+// Lets this process open as many files as it may: each connection takes some.
+void RaiseFileLimit() {
+  struct rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
+int main(int argc, char** argv) {
+  std::vector<std::string> args(argv + 1, argv + argc);
+  setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
+  g_wake_fd = eventfd(0, EFD_CLOEXEC);
+  InstallSignalHandlers();
+  RaiseFileLimit();
+  // Settings of tcp;ofi_rxm: fi_av_remove gives up what is in flight to the
+  // peer, and buffers are as short as our messages.
+  setenv("FI_AV_REMOVE_CLEANUP", "1", 0);
+  setenv("FI_OFI_RXM_BUFFER_SIZE", "2048", 0);
+  try {
+    if (args.empty()) return ServerMain(argv[0]);
+    if (args[0] == "--help") {
+      printf("%s", kUsage);
+      return 0;
+    }
+    if (args[0] == "--list" && args.size() == 1) return ListMain();
+    Address server_addr = ParseAddress(args[0]);
+    args.erase(args.begin());
+    if (args.empty()) throw std::invalid_argument("what to do is missing");
+    for (auto [name, type, num_args] :
+         {std::tuple("get", AppMessageType::kGet, 2),
+          std::tuple("put", AppMessageType::kPut, 3),
+          std::tuple("delete", AppMessageType::kDelete, 2)}) {
+      if (args[0] != name) continue;
+      if (args.size() != static_cast<size_t>(num_args)) {
+        throw std::invalid_argument(args[0] + ": wrong number of arguments");
+      }
+      args.resize(3);
+      return ClientMain(server_addr, type, args[1], args[2]);
+    }
+    if (args.size() > 3) throw std::invalid_argument("too many arguments");
+    Crowd crowd = {ParseNumber("CLIENTS", args[0]), 1000, 0ms};
+    if (args.size() > 1) crowd.num_requests = ParseNumber("REQUESTS", args[1]);
+    if (args.size() > 2) {
+      crowd.period = std::chrono::milliseconds(ParseNumber("PERIOD", args[2]));
+    }
+    return CrowdMain(server_addr, crowd);
+  } catch (const std::invalid_argument& e) {
+    fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
+    return 2;
+  } catch (const std::bad_alloc&) {
+    fprintf(stderr, "error: out of memory\n");
+    return 1;
+  } catch (const std::exception& e) {
+    fprintf(stderr, "error: %s\n", e.what());
+    return 1;
+  }
+}

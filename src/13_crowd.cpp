@@ -843,22 +843,19 @@ struct Server {
   std::unordered_map<std::string, std::string> store;
   size_t store_size = 0;  // bytes
   size_t num_requests = 0;
-  size_t num_printed = 0;  // of these, when we have last told
+  std::string printed;  // how things stood when we looked last
   Clock::time_point looked_at = Clock::now();
   Mailbox mailbox;
 
   Server() : domain(GetInfo()), mailbox(domain, kServerRecvCount) {}
 
   // Handles the messages that have come. Returns the number of completions.
+  // Throws for a message that cannot be right, or if something is wrong with
+  // the endpoint; then there may be more to do.
   size_t Poll() {
     size_t completions = mailbox.Poll();
     while (std::optional<Message> message = mailbox.Take()) {
-      try {
-        HandleMessage(*message);
-      } catch (const std::exception& e) {
-        // A bad message must not end the server.
-        fprintf(stderr, "error: %s\n", e.what());
-      }
+      HandleMessage(*message);
     }
     // Each peer gets its turn, as often as the others.
     for (size_t i = blocked.size(); i > 0; --i) {
@@ -1000,9 +997,10 @@ struct Server {
     for (auto it = leaving.begin(); it != leaving.end();) {
       it = HasLeft(it->second) ? leaving.erase(it) : std::next(it);
     }
-    if (num_requests == num_printed) return;
-    num_printed = num_requests;
-    printf("%zu clients, %zu requests\n", clients.size(), num_requests);
+    std::string status = std::to_string(clients.size()) + " clients, " +
+                         std::to_string(num_requests) + " requests so far";
+    if (status != printed) printf("%s\n", status.c_str());
+    printed = status;
   }
 
   // Returns whether nothing of a client is in flight any more.
@@ -1035,7 +1033,14 @@ int ServerMain(const char* program) {
   PrintSleep(endpoint);
   PrintClientCommand(program, endpoint);
   while (!g_interrupted) {
-    if (server.Poll() == 0) Endpoint::Sleep({&endpoint});
+    size_t completions = 1;
+    try {
+      completions = server.Poll();
+    } catch (const std::exception& e) {
+      // A bad message must not end the server.
+      fprintf(stderr, "error: %s\n", e.what());
+    }
+    if (completions == 0) Endpoint::Sleep({&endpoint});
   }
   // An ACCEPT on its way is a first contact: with the shm provider of libfabric
   // 1.17, the client would end with us.
@@ -1142,11 +1147,13 @@ struct Client {
 
 // Waits until something is there from the server. Throws if nothing comes.
 void WaitFor(Client& client, const char* what,
-             const std::function<bool()>& done) {
-  client.mailbox.endpoint.WaitUntil(what, [&] {
+             const std::function<bool()>& done,
+             std::chrono::seconds limit = kSilenceLimit) {
+  auto poll_and_ask = [&] {
     client.Poll();
     return done();
-  });
+  };
+  client.mailbox.endpoint.WaitUntil(what, poll_and_ask, 0s, limit);
 }
 
 // Connects, asks for one thing, and prints the reply.
@@ -1161,8 +1168,13 @@ int ClientMain(const Address& server_addr, AppMessageType type,
   WaitFor(client, "waiting for ACCEPT", [&] { return client.IsConnected(); });
   client.Ask(type, key, value);
   WaitFor(client, "waiting for the reply", [&] { return !!client.reply; });
-  client.SayBye();
-  WaitFor(client, "saying BYE", [&] { return client.HasLeft(); });
+  try {
+    client.SayBye();
+    WaitFor(
+        client, "saying BYE", [&] { return client.HasLeft(); }, kContactGrace);
+  } catch (const std::runtime_error&) {
+    // The server will notice our silence.
+  }
   if (client.reply != AppMessageType::kDone) {
     throw std::runtime_error(client.reply == AppMessageType::kFull
                                  ? "the server has no room for it"

@@ -231,7 +231,7 @@ class Server:
         def keep_coming():
             while True:
                 self.check_client(*args)
-                # Starting a process costs 0.1 s of a core.
+                # They leave the cores to those whom the test is about.
                 if stopping.wait(0.6):
                     return
 

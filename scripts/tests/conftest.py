@@ -30,6 +30,12 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "builds(*names): the builds to test")
     config.addinivalue_line(
         "markers", "may_warn(pattern, provider, program): it may print this warning")
+    config.addinivalue_line("markers", "long: it waits for more than half a minute")
+
+
+def pytest_collection_modifyitems(items):
+    """What waits long begins first. Begun last, it would have the cores to itself."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 def pytest_generate_tests(metafunc):

@@ -99,6 +99,7 @@ def test_stopped_server(serve, provider):
     server.stop()
 
 
+@pytest.mark.long
 @pytest.mark.builds("plain")
 def test_stopped_in_the_log(serve):
     """A client that stands still there holds nobody up. Killed, it leaves one hole at

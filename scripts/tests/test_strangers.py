@@ -176,6 +176,7 @@ def test_server_killed_while_others_wait(run, serve, program, signum):
         "SEND failed" in client.output, client.output
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program,alive", [("8_malloc", ALIVE),
                                            ("10_lock", TABLE_ALIVE)])
 def test_idle_clients(run, serve, program, alive):

@@ -77,7 +77,7 @@ def test_memory_of_a_server(run, serve, program, provider):
     check_keys(run, provider, server.address, "read", key)
     check_keys(run, provider, server.address, "overwrite")
     if provider not in server.entry.lossy_over:
-        server.check_client()
+        server.check_client(*server.entry.short)
     server.stop()
 
 

@@ -49,13 +49,14 @@ class FakeClient:
 
     @contextlib.contextmanager
     def saying(self, message):
-        """Sends a message every second, however long the test takes."""
+        """Sends a message every second, however long the test takes. It may be a
+        function that makes the next one."""
         stop, failures = threading.Event(), []
 
         def say():
             try:
                 while not stop.wait(1):
-                    self.send(message)
+                    self.send(message() if callable(message) else message)
             except AssertionError as error:
                 failures.append(error)
 

@@ -2,6 +2,7 @@
 without need."""
 
 import contextlib
+import itertools
 import os
 import random
 import resource
@@ -187,17 +188,17 @@ def test_idle_clients(run, serve, program, alive):
     for client in idle:
         client.open_session()
     worker = idle.pop(0)
-    finished = 0
+    finished = itertools.count(1)
     client = server.start_client(*TABLE[program].quick)
     began = time.monotonic()
-    while client.popen.poll() is None:
-        assert time.monotonic() - began < 100
-        finished += 1
-        for fake in idle:
-            with contextlib.suppress(AssertionError):  # it may be out already
-                fake.send(base(alive) + bytes(8), answer="(sent|failed)")
-        worker.send(base(alive) + finished.to_bytes(8, "little"))
-        time.sleep(1)
+    # By itself: a message of one that is out already may take 20 s to fail.
+    with worker.saying(lambda: base(alive) + next(finished).to_bytes(8, "little")):
+        while client.popen.poll() is None:
+            assert time.monotonic() - began < 100
+            for fake in idle:
+                with contextlib.suppress(AssertionError):  # it may be out already
+                    fake.send(base(alive) + bytes(8), answer="(sent|failed)")
+            time.sleep(1)
     assert client.wait() == 0, client.output
     assert "does nothing, and others wait" in server.process.output
     worker.send(base(BYE))

@@ -558,8 +558,8 @@ struct Endpoint {
     }
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
-    int ret =
-        fi_trywait(domain.fabric, cqs.data(), static_cast<int>(cqs.size()));
+    auto count = static_cast<int>(cqs.size());
+    int ret = count > 0 ? fi_trywait(domain.fabric, cqs.data(), count) : 0;
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_trywait");
     ret = poll(fds.data(), fds.size(), static_cast<int>(limit.count()));

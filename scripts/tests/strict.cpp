@@ -22,6 +22,12 @@
 //   STRICT_P4D=1          an older device, which has no RDMA WRITE
 //   STRICT_RECEIPT_FAILS=P  percent of the RECVs that complete, and then once
 //                         more, with an error
+//   STRICT_WAIT=1         a completion queue can have a descriptor (FI_WAIT_FD);
+//                         otherwise it can't, as with efa of libfabric 1.17
+//   STRICT_REMOVED=NAME   what becomes of operations in flight to an address that
+//                         is removed: they are `canceled` (default), are done as if
+//                         nothing had been (`done`), or nobody hears of them again
+//                         (`lost`, as with efa)
 //
 // The rules, by the names under which it reports them, and where they are from:
 // fi_...(N) are libfabric's manual pages, files are those of prov/efa/src in
@@ -50,6 +56,12 @@
 //              (EFA_CQ_DATA_SIZE in efa_cq.h)
 //   cq         completions never outnumber the entries of their queue; efa does
 //              not prevent it (docs/efa_fabric_comparison.md, FI_RM_ENABLED)
+//   peer       an address is used after fi_av_insert and before fi_av_remove, after
+//              which it is invalid (fi_av(3))
+//   wait       fi_trywait takes open queues that have a descriptor (it fails in
+//              prov/verbs/src/verbs_cq.c), and has said that it is safe before each
+//              poll(2) on that descriptor, after the last completion was read
+//              (fi_poll(3))
 //
 // What it does that programs must bear:
 //   WRITEs and READs start in any order (msg_order has no bit for them:
@@ -63,6 +75,18 @@
 //   P4D: a WRITE of 64 KiB, or of more than a packet to a GPU, is a READ by the
 //   target (rdm/efa_rdm_rma.c, efa_hmem.c) into a region that lets it do so
 //   only with FI_RECV (libfabric 1.19 to 2.1: efa_mr_reg_impl in efa_mr.c).
+//   Without WAIT, who asks for a descriptor gets no queue (rxr_cq_open in
+//   rxr/rxr_cq.c of libfabric 1.17), and there is no fi_trywait (fi_no_trywait, as
+//   in prov/lnx and prov/ucx).
+//   WAIT: the descriptor becomes readable for one completion, the first that comes
+//   after an fi_trywait that said 0, and stays so until the next fi_trywait, as a
+//   completion channel of verbs does (vrb_cq_trywait in prov/verbs/src/verbs_cq.c,
+//   efa_cq_trywait in efa_cq.c). For what had come before, there is no wake-up. We
+//   see a program wait because our poll(2) takes the place of the C library's; the
+//   adapter goes on working meanwhile.
+//   REMOVED: "the behavior of operations in progress [...] is undefined" (fi_av(3)).
+//   efa releases them without a completion (efa_rdm_peer_destruct in
+//   rdm/efa_rdm_peer.c).
 //   RECEIPT_FAILS: the packet that tells the sender of a delivery fails, and
 //   the RECV's context is in an error entry (efa_rdm_rxe_handle_error in
 //   rdm/efa_rdm_ope.c).
@@ -73,8 +97,10 @@
 // FI_CQ_FORMAT_DATA.
 
 #include <dlfcn.h>
+#include <errno.h>
 #include <execinfo.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_atomic.h>
 #include <rdma/fi_cm.h>
@@ -87,6 +113,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/eventfd.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
@@ -135,6 +162,9 @@ const long g_open_us = Setting("STRICT_OPEN_US", 0);
 const long g_adapters = Setting("STRICT_ADAPTERS", 1);
 const bool g_p4d = Setting("STRICT_P4D", 0);
 const long g_receipt_fails = Setting("STRICT_RECEIPT_FAILS", 0);
+const bool g_wait = Setting("STRICT_WAIT", 0);
+const std::string g_removed =
+    getenv("STRICT_REMOVED") ? getenv("STRICT_REMOVED") : "canceled";
 
 constexpr size_t kPageSize = 4096;
 constexpr size_t kAddressSize = 32;      // that of efa: GID, QPN, QKEY
@@ -143,8 +173,9 @@ constexpr size_t kInjectSize = 32;       // bytes; efa-direct's
 constexpr size_t kQueueSize = 1024;      // of a program that leaves it to us
 constexpr size_t kP4dHostWrite = 65536;  // a WRITE of so many bytes is a READ
 constexpr size_t kP4dGpuWrite = 8000;
-constexpr long kReadyPercent = 70;  // of the looks at the completion queue
-constexpr size_t kMaxReports = 3;   // of the same rule
+constexpr long kReadyPercent = 70;   // of the looks at the completion queue
+constexpr size_t kMaxReports = 3;    // of the same rule
+constexpr long kPollStep = 200'000;  // ns, between two looks of a sleeper
 
 std::mt19937_64 g_random(g_seed);
 
@@ -415,6 +446,7 @@ struct Op {
   // The rest of the call.
   uint64_t flags = 0;
   fi_addr_t addr = FI_ADDR_UNSPEC;
+  Name* peer = nullptr;  // of a SEND: who had that address when it was posted
   uint64_t data = 0;
   struct fi_rma_iov remote = {};
   enum fi_datatype datatype = FI_UINT64;
@@ -440,7 +472,12 @@ struct Queue : fid_cq {
   std::deque<Failure> failures;
   Clock::time_point last_recv;  // when the last RECV will be reported
   std::set<Endpoint*> endpoints;
+  int wait_fd = -1;    // an eventfd, if the program has asked for one
+  bool armed = false;  // the next completion makes it readable
+  bool safe = false;   // fi_trywait has said that the program may sleep
 };
+
+std::set<Queue*> g_queues;  // those that are open
 
 struct AddressVector : fid_av {
   Object object = {.kind = "an address vector"};
@@ -680,7 +717,7 @@ bool Start(Piece& piece) {
   Op& op = *piece.op;
   ssize_t ret = HandOver(piece);
   if (ret == -FI_EAGAIN) return false;
-  if (op.kind == kSend && op.ep->av->names[op.addr]->recvs-- <= 0) {
+  if (op.kind == kSend && op.peer->recvs-- <= 0) {
     Count("messages that found no RECV");
   }
   if (ret != 0) {
@@ -786,6 +823,15 @@ ssize_t Accept(std::unique_ptr<Op> owned, void* context) {
   return 0;
 }
 
+// Gives back what an operation has of the program and of the adapter.
+void Release(Op* op) {
+  for (Region* region : op->regions) --region->object.users;
+  g_contexts.erase(op->user);
+  if (op->kind != kRecv) --op->ep->tx;
+  --op->ep->cq->in_flight;
+  op->reported = true;
+}
+
 // Ends an operation, because the program reads so. Returns its context.
 void* Report(Op* op, size_t received) {
   void* user = op->user;
@@ -804,16 +850,20 @@ void* Report(Op* op, size_t received) {
   if (op->target != nullptr) {
     memcpy(op->target, op->shadow.data(), std::min(received, op->size));
   }
-  for (Region* region : op->regions) --region->object.users;
-  g_contexts.erase(user);
-  if (op->kind != kRecv) --op->ep->tx;
-  --op->ep->cq->in_flight;
-  op->reported = true;
+  Release(op);
   ForgetIfDone(op);
   return user;
 }
 
 // ---- The functions of an endpoint ----
+
+// Returns who has an address; nullptr if it is in no use.
+Name* FindPeer(const Endpoint& ep, fi_addr_t addr) {
+  auto it = ep.av->names.find(addr);
+  if (it != ep.av->names.end()) return it->second;
+  Violation("peer", "a SEND to an address that is not in the address vector");
+  return nullptr;
+}
 
 ssize_t Message(Kind kind, struct fid_ep* fid, const struct fi_msg* msg,
                 uint64_t flags) {
@@ -827,6 +877,10 @@ ssize_t Message(Kind kind, struct fid_ep* fid, const struct fi_msg* msg,
   op->size = msg->msg_iov->iov_len;
   op->addr = msg->addr;
   op->flags = flags;
+  if (kind == kSend) {
+    op->peer = FindPeer(ep, op->addr);
+    if (op->peer == nullptr) return -FI_EINVAL;
+  }
   if (kind == kSend && op->size > g_max_msg) {
     Violation("size", "a SEND of " + std::to_string(op->size) + " bytes");
     return -FI_EMSGSIZE;
@@ -876,9 +930,11 @@ ssize_t Inject(struct fid_ep* fid, const void* data, size_t size,
   if (size > kInjectSize) {
     Violation("size", "fi_inject of " + std::to_string(size) + " bytes");
   }
+  Name* peer = FindPeer(ep, addr);
+  if (peer == nullptr) return -FI_EINVAL;
   auto* real = Real<struct fid_ep>(ep.object);
   ssize_t ret = fi_inject(real, data, size, addr);
-  if (ret == 0 && ep.av->names[addr]->recvs-- <= 0) {
+  if (ret == 0 && peer->recvs-- <= 0) {
     Count("messages that found no RECV");
   }
   if (ret == 0) Count("fi_inject");
@@ -1167,6 +1223,7 @@ ssize_t ReadQueue(struct fid_cq* fid, void* buffer, size_t count) {
     again.flags = kFlags[kRecv];
     queue.failures.push_back({nullptr, again});
   }
+  if (done > 0 || !queue.failures.empty()) queue.safe = false;
   if (done > 0) return static_cast<ssize_t>(done);
   return queue.failures.empty() ? -FI_EAGAIN : -FI_EAVAIL;
 }
@@ -1189,19 +1246,94 @@ const char* DescribeError(struct fid_cq* fid, int error, const void* data,
   return fi_cq_strerror(Real<struct fid_cq>(object), error, data, text, size);
 }
 
-int CloseQueue(struct fid* fid) {
-  Object& object = Ours<Queue, fid_cq>(fid)->object;
-  return BeginClose(object) ? fi_close(object.real) : -FI_EINVAL;
+// Lets the adapter work. Returns whether the program has something to read.
+bool HasCompletions(Queue& queue) {
+  for (Endpoint* ep : queue.endpoints) Progress(*ep);
+  Drain(queue);
+  Clock::time_point now = Clock::now();
+  auto due = [&](const Completion& completion) {
+    return completion.due <= now;
+  };
+  return !queue.failures.empty() ||
+         std::any_of(queue.completions.begin(), queue.completions.end(), due);
 }
 
-struct fi_ops g_cq_fid_ops = {.size = sizeof(g_cq_fid_ops),
-                              .close = CloseQueue};
+int ControlQueue(struct fid* fid, int command, void* arg) {
+  auto& queue = *Ours<Queue, fid_cq>(fid);
+  if (!Use(queue.object)) return -FI_EINVAL;
+  if (command != FI_GETWAIT) return -FI_ENOSYS;
+  if (queue.wait_fd < 0) return -FI_ENODATA;
+  *static_cast<int*>(arg) = queue.wait_fd;
+  return 0;
+}
+
+int TryWait(struct fid_fabric*, struct fid** fids, int count) {
+  CheckThread();
+  if (!g_wait) return -FI_ENOSYS;
+  // Now and then something has come that turns out to be nothing.
+  bool idle = !Percent(g_eagain);
+  for (int i = 0; i < count; ++i) {
+    if (fids[i]->fclass != FI_CLASS_CQ) Die("fi_trywait of no queue");
+    auto& queue = *Ours<Queue, fid_cq>(fids[i]);
+    if (!Use(queue.object)) return -FI_EINVAL;
+    if (queue.wait_fd < 0) {
+      Violation("wait", "fi_trywait of a queue that has no descriptor");
+      return -FI_EINVAL;
+    }
+    queue.safe = false;
+    uint64_t wakes = 0;
+    if (eventfd_read(queue.wait_fd, &wakes) != 0) wakes = 0;
+    if (HasCompletions(queue) || !idle) {
+      Count("fi_trywait without leave");
+      return -FI_EAGAIN;
+    }
+    queue.armed = queue.safe = true;
+  }
+  return 0;
+}
+
+int CloseQueue(struct fid* fid) {
+  auto& queue = *Ours<Queue, fid_cq>(fid);
+  if (!BeginClose(queue.object)) return -FI_EINVAL;
+  g_queues.erase(&queue);
+  if (queue.wait_fd >= 0) close(queue.wait_fd);
+  return fi_close(queue.object.real);
+}
+
+struct fi_ops g_cq_fid_ops = {
+    .size = sizeof(g_cq_fid_ops), .close = CloseQueue, .control = ControlQueue};
 struct fi_ops_cq g_cq_ops = {.size = sizeof(g_cq_ops),
                              .read = ReadQueue,
                              .readerr = ReadError,
                              .strerror = DescribeError};
 
 // ---- Address vector and event queue ----
+
+// Ends what is in flight to an address: with an error, or without a word.
+void EndAll(const AddressVector& av, fi_addr_t addr) {
+  for (Queue* queue : g_queues) {
+    for (Endpoint* ep : queue->endpoints) {
+      if (ep->av != &av) continue;
+      for (Op* op :
+           std::vector<Op*>(ep->in_flight.begin(), ep->in_flight.end())) {
+        if (op->addr != addr || op->kind == kRecv || op->reported) continue;
+        // The program has not read that it has ended, if it has.
+        auto its_own = [&](const auto& item) { return item.op == op; };
+        std::erase_if(queue->failures, its_own);
+        std::erase_if(queue->completions, its_own);
+        Count("in flight to an address that is removed");
+        op->ended = false;
+        struct fi_cq_err_entry entry = {};
+        entry.err = FI_ECANCELED;
+        Fail(*op, entry);
+        if (g_removed != "lost") continue;
+        queue->failures.pop_back();
+        Release(op);
+        ForgetIfDone(op);
+      }
+    }
+  }
+}
 
 int Insert(struct fid_av* fid, const void* address, size_t count,
            fi_addr_t* number, uint64_t flags, void* context) {
@@ -1216,6 +1348,22 @@ int Insert(struct fid_av* fid, const void* address, size_t count,
   return ret;
 }
 
+int Remove(struct fid_av* fid, fi_addr_t* addrs, size_t count, uint64_t flags) {
+  auto& av = *static_cast<AddressVector*>(fid);
+  if (!Use(av.object)) return -FI_EINVAL;
+  if (flags != 0) Die("flags of fi_av_remove");
+  for (size_t i = 0; i < count; ++i) {
+    if (av.names.erase(addrs[i]) == 0) {
+      Violation("peer", "an address is removed that is not there");
+      return -FI_EINVAL;
+    }
+    Count("fi_av_remove");
+    // The provider keeps the address: it may need it for what it has got already.
+    if (g_removed != "done") EndAll(av, addrs[i]);
+  }
+  return 0;
+}
+
 int CloseAddressVector(struct fid* fid) {
   Object& object = Ours<AddressVector, fid_av>(fid)->object;
   return BeginClose(object) ? fi_close(object.real) : -FI_EINVAL;
@@ -1228,7 +1376,8 @@ int CloseEventQueue(struct fid* fid) {
 
 struct fi_ops g_av_fid_ops = {.size = sizeof(g_av_fid_ops),
                               .close = CloseAddressVector};
-struct fi_ops_av g_av_ops = {.size = sizeof(g_av_ops), .insert = Insert};
+struct fi_ops_av g_av_ops = {
+    .size = sizeof(g_av_ops), .insert = Insert, .remove = Remove};
 struct fi_ops g_eq_fid_ops = {.size = sizeof(g_eq_fid_ops),
                               .close = CloseEventQueue};
 
@@ -1369,11 +1518,20 @@ int OpenQueue(struct fid_domain* domain, struct fi_cq_attr* attr,
               struct fid_cq** result, void* context) {
   CheckThread();
   if (attr->format != FI_CQ_FORMAT_DATA) Die("entries in another format");
+  bool waits = attr->wait_obj != FI_WAIT_NONE;
+  if (waits && (!g_wait || attr->wait_obj != FI_WAIT_FD)) return -FI_ENOSYS;
+  struct fi_cq_attr real_attr = *attr;
+  real_attr.wait_obj = FI_WAIT_NONE;
   struct fid_cq* real = nullptr;
   Domain& ours = g_domains.at(&domain->fid);
-  int ret = ours.real->cq_open(domain, attr, &real, context);
+  int ret = ours.real->cq_open(domain, &real_attr, &real, context);
   if (ret != 0) return ret;
   auto* queue = new Queue;
+  g_queues.insert(queue);
+  if (waits) {
+    queue->wait_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    if (queue->wait_fd < 0) Die("no eventfd");
+  }
   queue->object.real = &real->fid;
   queue->size = attr->size > 0 ? attr->size : kQueueSize;
   queue->fid = {
@@ -1624,7 +1782,54 @@ extern "C" int fi_fabric(struct fi_fabric_attr* attr,
   g_real_fabrics[&(*fabric)->fid] = Replace((*fabric)->ops);
   (*fabric)->ops->domain = OpenDomain;
   (*fabric)->ops->eq_open = OpenEventQueue;
+  (*fabric)->ops->trywait = TryWait;
   return 0;
+}
+
+// Sleeps on descriptors, and lets the adapters work meanwhile.
+int Poll(struct pollfd* fds, nfds_t count, int timeout) {
+  static auto* next = Next("poll", poll);
+  std::vector<Queue*> queues;
+  for (Queue* queue : g_queues) {
+    bool asked = std::any_of(fds, fds + count, [&](const struct pollfd& entry) {
+      return entry.fd >= 0 && entry.fd == queue->wait_fd;
+    });
+    if (asked) queues.push_back(queue);
+  }
+  if (queues.empty()) return next(fds, count, timeout);
+  CheckThread();
+  Count("poll(2)");
+  for (Queue* queue : queues) {
+    if (!queue->safe) {
+      Violation("wait", "poll(2) without an fi_trywait that said it is safe");
+    }
+    queue->safe = false;
+  }
+  Clock::time_point end = Clock::now() + std::chrono::milliseconds(timeout);
+  for (;;) {
+    for (Queue* queue : g_queues) {
+      if (queue->wait_fd < 0 || !HasCompletions(*queue) || !queue->armed) {
+        continue;
+      }
+      Count("wake-ups");
+      queue->armed = false;
+      eventfd_write(queue->wait_fd, 1);
+    }
+    bool over = timeout >= 0 && Clock::now() >= end;
+    struct timespec step = {0, over ? 0 : kPollStep};
+    int ret = ppoll(fds, count, &step, nullptr);
+    if (ret != 0 || over) return ret;
+  }
+}
+
+extern "C" int poll(struct pollfd* fds, nfds_t count, int timeout) {
+  return Poll(fds, count, timeout);
+}
+
+// What a compiler that fortifies may make of it.
+extern "C" int __poll_chk(struct pollfd* fds, nfds_t count, int timeout,
+                          size_t) {
+  return Poll(fds, count, timeout);
 }
 
 // ---- What cuda_stub.cpp calls ----

@@ -28,15 +28,21 @@ all_programs = pytest.mark.parametrize(
 # Here each operation takes milliseconds. Each page is written once: otherwise a WRITE
 # that comes too late would find its data in place already.
 ARGUMENTS = {"6_write": ["65536", "20"], "7_queue": ["65536", "100", "1"],
-             "8_malloc": ["4"], "10_lock": ["1"], "11_rails": ["65536", "100", "1"]}
+             "8_malloc": ["4"], "10_lock": ["1"], "11_rails": ["65536", "100", "1"],
+             "13_crowd": ["8", "20"]}
 # Rarely is there room, what has been posted takes long, and RECVs complete in any
 # order. The device is an old one, as those beside A100 GPUs: it has no RDMA WRITE. A
 # long WRITE is a READ by the target, into a region that needs FI_RECV for it.
 HARSH = {"STRICT_EAGAIN": "50", "STRICT_TX": "4", "STRICT_DELAY_US": "10000",
          "STRICT_CQ_DELAY_US": "10000", "STRICT_RECV_DISORDER": "1",
-         "STRICT_P4D": "1"}
-# 10_lock has thousands of operations, one after the other.
-SHORT_DELAYS = {"STRICT_DELAY_US": "200", "STRICT_CQ_DELAY_US": "300"}
+         "STRICT_P4D": "1", "STRICT_WAIT": "1"}
+# These have thousands of operations, one after the other.
+SHORT_DELAYS = {
+    "10_lock": {"STRICT_DELAY_US": "200", "STRICT_CQ_DELAY_US": "300"},
+    "12_sleep": {"STRICT_DELAY_US": "20", "STRICT_CQ_DELAY_US": "20"}}
+# The last line about a client, where it is not "Done.".
+LAST_LINES = {"4_hello": "^Received ", "13_crowd": "^[0-9]+ clients, [0-9]+ requests$"}
+SLEEPERS = [program for program in ("12_sleep", "13_crowd") if program in PROGRAMS]
 # How long the other side may take to learn that this one has given up.
 SOON = 5  # seconds
 
@@ -45,8 +51,7 @@ SOON = 5  # seconds
 def strict(run):
     """Starts a server on such a network: strict("7_queue", "shm")."""
     def start(program, provider="", place=BUILD, **env):
-        if program == "10_lock":
-            env = {**env, **SHORT_DELAYS}
+        env = {**env, **SHORT_DELAYS.get(program, {})}
         if program == "11_rails":
             env = {"STRICT_ADAPTERS": "3", **env}
         return Server(run, place, program, provider,
@@ -68,8 +73,7 @@ def check_transfer(server, *args, **env):
     args = args or ARGUMENTS.get(server.program, server.entry.quick)
     client = server.check_client(*args, **env)
     # The last message of the client has reached it, too.
-    server.process.wait_for(r"^\[1\] Done\.$" if server.entry.bad_sessions
-                            else r"^Received ", SOON)
+    server.process.wait_for(LAST_LINES.get(server.program, r"^\[1\] Done\.$"), SOON)
     server.stop()
     check_rules(client, server.process)
     assert not server.errors(), server.process.output
@@ -92,8 +96,15 @@ def test_slow_endpoints(strict, provider):
 @two_providers
 @all_programs
 def test_rules(strict, place, program, provider):
-    server = strict(program, provider, place)
+    """Without a descriptor, and with one through shm, which has none of its own: this
+    one becomes readable only after an fi_trywait, and once."""
+    waits = provider == "shm"
+    server = strict(program, provider, place, STRICT_WAIT=str(int(waits)))
     client = check_transfer(server)
+    if program in SLEEPERS:
+        for process in client, server.process:
+            assert (" poll(2)=" in process.output) == waits
+            assert ("Nothing can wake us" in process.output) != waits
     if place == CUDA:
         assert " on cuda:0" in server.process.output
         # The memory of a client of 8_malloc is the host's.
@@ -112,7 +123,7 @@ def test_receipt_fails(strict, program):
     """A RECV completes, the packet that tells its sender so does not arrive, and there
     is a second entry, an error, for the same operation. It is no operation in flight
     any more, so this costs nobody anything."""
-    check_transfer(strict(program, "shm", STRICT_RECEIPT_FAILS="100"))
+    check_transfer(strict(program, "shm", STRICT_RECEIPT_FAILS="100", STRICT_WAIT="1"))
 
 
 @pytest.mark.parametrize("program", ["6_write", "7_queue", "11_rails"])
@@ -123,6 +134,22 @@ def test_last_write(strict, program):
     server = strict(program, "shm", STRICT_DELAY_US="200000")
     check_transfer(server, *ARGUMENTS[program], STRICT_DELAY_US="0",
                    STRICT_CQ_DELAY_US="0")
+
+
+@pytest.mark.skipif("13_crowd" not in PROGRAMS, reason="the tests know nothing of it")
+@pytest.mark.parametrize("removed", ["canceled", "lost"])
+def test_removed(strict, removed):
+    """What is in flight to a client when its address is removed fails, or is never heard
+    of again. This costs the server and the other clients nothing."""
+    server = strict("13_crowd", STRICT_REMOVED=removed, STRICT_CQ_DELAY_US="600000",
+                    STRICT_RECV_DISORDER="1")
+    fast = {"STRICT_DELAY_US": "0", "STRICT_CQ_DELAY_US": "0",
+            "STRICT_RECV_DISORDER": "0"}
+    clients = [server.check_client("20", "1", **fast) for _ in range(2)]
+    server.stop()
+    check_rules(*clients, server.process)
+    assert " in flight to an address that is removed=" in server.process.output
+    assert not server.errors()
 
 
 def test_last_message(strict):

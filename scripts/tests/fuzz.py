@@ -201,6 +201,7 @@ SESSIONS = {
     "9_file": session_of_a_file,
     "10_lock": session_of_changes,
     "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
+    "12_sleep": session_of_texts,
 }
 
 
@@ -384,7 +385,8 @@ class Fuzzer:
                 self.count("too late")
                 return
             # If the server left in the middle of a long answer, our RECV would fail.
-            if number != bad and len(data) > 2000 and self.program == "5_reverse":
+            if number != bad and len(data) > 2000 and \
+                    SESSIONS[self.program] is session_of_texts:
                 sender.wait()
             if number == bad and rng.random() < 0.7:
                 break

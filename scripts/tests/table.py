@@ -344,4 +344,12 @@ TABLE = {
         bad_sessions={**bad_fills(fill_repeatedly, 32), **BAD_REPEATS},
         work=fill_repeatedly(1 << 20, indices=[0] * 20),
         fill=fill_repeatedly),
+    "12_sleep": Entry(
+        success="Of 1000 answers, half took up to ",
+        long=["x" * 60000],
+        wrong=WRONG_TEXTS,
+        sizes=[["x"], ["0123456789" * 600]],
+        bad_sessions={"empty text": [base(TEXT)],
+                      "after a good one": [base(TEXT) + b"text", base(TEXT)]},
+        work=base(TEXT) + b"x" * 60000),
 }

@@ -337,7 +337,7 @@ def test_stray_messages(run, build, provider):
 
 @two_providers
 @pytest.mark.parametrize("program", ["5_reverse", "6_write", "7_queue", "8_malloc",
-                                     "11_rails"])
+                                     "11_rails", "12_sleep"])
 def test_interrupted_while_waiting(run, build, program, provider):
     """A client that is interrupted while it waits for an answer says BYE, so that
     its server has not to wait for its silence."""

@@ -225,7 +225,7 @@ def test_no_descriptor(serve, program):
 
 
 @pytest.mark.parametrize("program", ["5_reverse", "6_write", "7_queue", "8_malloc",
-                                     "10_lock", "11_rails"])
+                                     "10_lock", "11_rails", "12_sleep"])
 def test_refused(run, serve, program):
     """Who asks for what cannot be hears so from the server, and why."""
     server = serve(program)

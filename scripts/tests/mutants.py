@@ -384,8 +384,45 @@ MUTANTS |= {
         "test_rails.py test_flood_of_rails"),
 }
 
+MUTANTS |= {
+    "sleep": Mutant(
+        "whoever has nothing to do falls asleep", "12_sleep",
+        "if (Clock::now() - endpoint->last_completion < kSpin) {",
+        "if (Clock::now() - endpoint->last_completion < 1h) {",
+        "test_sleep.py test_asleep"),
+    "sleep-empty-wakes": Mutant(
+        "a descriptor that is always readable does not keep us busy", "12_sleep",
+        "if (++domain.empty_wakes > kEmptyWakes) {",
+        "if (++domain.empty_wakes == 0) {",
+        "test_sleep.py test_asleep"),
+    "sleep-signal": Mutant(
+        "a signal ends a sleep that is about to begin", "12_sleep",
+        "  eventfd_write(g_wake_fd, 1);  // wakes a loop that is about to fall asleep\n",
+        "",
+        "test_sleep.py test_signal_before_sleep"),
+    "sleep-all-endpoints": Mutant(
+        "the descriptors of all endpoints wake a server", "12_sleep",
+        "for (auto* list : {&clients, &leaving}) {",
+        "for (auto* list : {&leaving}) {",
+        "test_sleep.py test_woken and default"),
+}
+
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.
 MUTANTS |= {
+    "strict-trywait": Mutant(
+        "nobody sleeps without asking whether that is safe", "12_sleep",
+        "int ret = count > 0 ? fi_trywait(domain.fabric, cqs.data(), count) : 0;",
+        "int ret = count * 0;",
+        "test_sleep.py test_woken_once"),
+    "strict-no-trywait": Mutant(
+        "nobody asks where nothing can wake us", "12_sleep",
+        "int ret = count > 0 ?", "int ret = count >= 0 ?",
+        "test_strict.py test_rules and 12_sleep and default"),
+    "strict-refused": Mutant(
+        "what there was no room for is posted again without a wake-up", "12_sleep",
+        "if (endpoint->refused || endpoint->wait_fd < 0) limit",
+        "if (endpoint->wait_fd < 0) limit",
+        "test_sleep.py test_woken_once"),
     "strict-last-write": Mutant(
         "the last WRITE waits for all others", "7_queue",
         "(last ? 1 : max_outstanding)", "max_outstanding",

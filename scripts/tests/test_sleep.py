@@ -1,0 +1,165 @@
+"""When 12_sleep sleeps, and what wakes it. That it is as right as the others is in the
+tests of all programs; test_data sends 1000 texts over each provider."""
+
+import os
+import shutil
+import signal
+import time
+
+import pytest
+
+from fakes import FakeClient
+from harness import BUILD, PROVIDERS, Server, provider_in
+from marks import not_over_verbs
+from messages import BYE, base
+from repository import ROOT, make
+from test_strict import SHORT_DELAYS, check_rules
+
+pytestmark = pytest.mark.builds("plain")
+
+PROGRAM = "12_sleep"
+# Whether a completion queue has a descriptor. Adapters have, or not.
+WAKES = {"tcp;ofi_rxm": True, "tcp": True, "net": True, "sockets": True, "shm": False,
+         "udp;ofi_rxd": False}
+# Who sleeps takes nothing. That of net is always readable, once there is a connection:
+# a pause after each look takes 1 to 2 % of a core, and no pause half of one.
+SLEEPY = 0.05
+# A client that leaves before its first message was seen would end a server over shm.
+STOPPABLE = [provider for provider in PROVIDERS if provider != "shm"]
+
+
+def shares_of_a_core(processes, seconds=2):
+    """How much of a core the main thread of each takes. The provider sockets has one of
+    its own, which polls as long as anything is in flight."""
+    def ticks(process):
+        pid = process.popen.pid
+        with open(f"/proc/{pid}/task/{pid}/stat") as stat:
+            fields = stat.read().rsplit(")", 1)[1].split()
+        return int(fields[11]) + int(fields[12])
+
+    before, started = [ticks(process) for process in processes], time.monotonic()
+    time.sleep(seconds)
+    all_ticks = os.sysconf("SC_CLK_TCK") * (time.monotonic() - started)
+    return [(ticks(process) - earlier) / all_ticks
+            for process, earlier in zip(processes, before)]
+
+
+def check_asleep(processes):
+    # On a busy machine, the first seconds may still be about the start.
+    for _ in range(3):
+        shares = shares_of_a_core(processes)
+        if max(shares) < SLEEPY:
+            return
+    assert max(shares) < SLEEPY, shares
+
+
+def test_asleep(run, serve):
+    """A server whose client says nothing. It tells whether something can wake it; it
+    takes next to nothing either way, and ends when it is asked to."""
+    servers = [serve(PROGRAM, provider) for provider in PROVIDERS]
+    for server in servers:
+        output = server.process.output
+        wakes = WAKES.get(provider_in(output), "We sleep until" in output)
+        assert ("We sleep until" in output) == wakes
+        assert ("Nothing can wake us" in output) != wakes
+        FakeClient(run, server).open_session()
+    check_asleep([server.process for server in servers])
+    for server in servers:
+        server.stop()
+
+
+@not_over_verbs("the adapter of a process that is stopped still answers")
+def test_client_asleep(serve):
+    """A client of a server that is stopped, until it is asked to end."""
+    servers = [serve(PROGRAM, provider) for provider in STOPPABLE]
+    for server in servers:
+        server.process.signal(signal.SIGSTOP)
+    clients = [server.start_client() for server in servers]
+    for client in clients:
+        client.wait_for("^domain: ")
+    check_asleep(clients)
+    for client in clients:
+        client.signal(signal.SIGINT)
+    for client in clients:
+        assert client.wait(8) == 1, client.output
+        assert client.output.endswith("error: interrupted\n")
+
+
+def test_ninth_client(run, serve):
+    """Eight clients that say nothing, and a ninth in line, who gets the place of the
+    first that leaves."""
+    server = serve(PROGRAM)
+    clients = [FakeClient(run, server) for _ in range(8)]
+    for client in clients:
+        client.open_session()
+    ninth = server.start_client()
+    ninth.wait_for("^The server has no place for us yet: waiting$")
+    clients[3].send(base(BYE))
+    assert ninth.wait(30) == 0, ninth.output
+    assert server.entry.success in ninth.output
+    assert server.process.output.count("Received CONNECT") == 9
+    server.stop()
+
+
+# ---- No time-out wakes anybody ----
+
+# One process builds what these need.
+one_worker = pytest.mark.xdist_group("sleep")
+
+
+@pytest.fixture(scope="module")
+def heavy_sleepers(tmp_path_factory):
+    """The folder of a 12_sleep that only a completion or a signal wakes within the hour.
+    With SIGNAL=1 in its environment, the signal comes at the worst moment: after the
+    program has looked for one, and before it sleeps."""
+    folder = tmp_path_factory.mktemp("sleep")
+    with open(f"{ROOT}/src/{PROGRAM}.cpp") as file:
+        source = file.read()
+    for old, new in [
+            ("constexpr auto kMaxSleep = 500ms;", "constexpr auto kMaxSleep = 3600000ms;"),
+            ("    ret = poll(", '    if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n'
+             "    ret = poll(")]:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (folder / "src").mkdir()
+    (folder / "src" / f"{PROGRAM}.cpp").write_text(source)
+    shutil.copy(f"{ROOT}/Makefile", folder)
+    # A mutant may leave something unused.
+    make("-C", str(folder), "BUILD=build", "CXXFLAGS=-O0", "OUR_CXXFLAGS=-std=c++20",
+         f"build/{PROGRAM}")
+    return f"{folder}/build"
+
+
+@one_worker
+@pytest.mark.parametrize("provider", [
+    provider for provider in PROVIDERS if provider in ("", "net")],
+    ids=lambda provider: provider or "default")
+def test_woken(run, heavy_sleepers, provider):
+    """Each message wakes the other side, and so does a signal."""
+    server = Server(run, heavy_sleepers, PROGRAM, provider)
+    server.check_client(timeout=30)
+    server.check_client("x" * 5000, timeout=30)
+    server.stop()
+
+
+@one_worker
+@not_over_verbs("strict.so stands between the programs and tcp or shm")
+def test_woken_once(run, heavy_sleepers):
+    """Through shm, with a descriptor that only an fi_trywait makes sensitive again. What
+    there was no room for is posted all the same."""
+    server = Server(run, heavy_sleepers, PROGRAM, "shm", STRICT_WAIT="1",
+                    STRICT_EAGAIN="60",
+                    LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
+                    STRICT_DIR=run.new_folder(), **SHORT_DELAYS[PROGRAM])
+    client = server.check_client(timeout=30)
+    server.process.wait_for(r"^\[1\] Done\.$")
+    server.stop()
+    check_rules(client, server.process)
+
+
+@one_worker
+def test_signal_before_sleep(run, heavy_sleepers):
+    """A signal that comes just before poll(2) interrupts nothing, and ends the sleep all
+    the same."""
+    server = run([f"{heavy_sleepers}/{PROGRAM}"], SIGNAL="1")
+    assert server.wait(8) == 0, server.output

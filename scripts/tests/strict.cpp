@@ -97,7 +97,6 @@
 // FI_CQ_FORMAT_DATA.
 
 #include <dlfcn.h>
-#include <errno.h>
 #include <execinfo.h>
 #include <fcntl.h>
 #include <poll.h>

@@ -13,7 +13,8 @@ import time
 import pytest
 
 from chapters import Page, read
-from harness import BUILD, PROVIDERS, First, Server, provider_in, write_source
+from harness import (BUILD, PROVIDERS, First, Server, is_here, provider_in,
+                     write_source)
 from marks import ends_in_a_rendezvous
 from repository import ROOT, make, number
 
@@ -238,3 +239,26 @@ def test_11_rails(broken, network):
     assert client.output.endswith(
         "Received RDMA WRITE to local memory.\nerror: the data is not correct\n")
     server.stop()
+
+
+@pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others have room for everything")
+def test_13_crowd(run, broken):
+    """A client that asks and never reads: the right server forgets it, and with the
+    broken one nobody else hears anything, until that client ends."""
+    wrong = broken("13_crowd", "tcp;ofi_rxm")
+    right = Server(run, BUILD, "13_crowd", "tcp;ofi_rxm")
+    for server in right, wrong:
+        deaf = run([wrong.path, server.address, "deaf"], "tcp;ofi_rxm")
+        deaf.wait_for("^Asked 30,000 times, and read nothing.$", 30)
+        client = server.start_client("20", "100")
+        if server is right:
+            assert client.wait() == 0, client.output
+            server.process.wait_for(r"^\[1\] forgotten: it asks and does not read$")
+        else:
+            assert client.wait() == 1, client.output
+            assert re.search("^error: waiting for the server: nothing has happened for "
+                             "10 s", client.output, re.M), client.output
+        deaf.signal(signal.SIGTERM)
+        assert deaf.wait() == 0, deaf.output
+        server.check_client("20", "100")
+        server.stop()

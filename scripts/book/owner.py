@@ -210,6 +210,23 @@ FIGURES = {
              [(356, ["notification"], ""), (450, ["rails", "closed"], "bold")]),
         [("data", 238, 306), ("reply", 308, 322), ("wrong", 86, 412)],
         [(102, 2, "bytes of A, late", "wrong"), (330, 0, "in place on B", "")]),
+    13: Figure(
+        "Who owns it now? A SEND to a client that is forgotten",
+        """Time runs from left to right, in two lanes. The server's buffer of a SEND is the
+        server's until it posts the SEND, and then in flight. The client's RECVs are full of
+        messages that it never reads, so this one does not arrive. The server forgets the
+        client and removes its address, but the endpoint stays open for all others. The buffer
+        is the server's again with the SEND's completion, which brings an error. Without that
+        completion it stays in flight, and its record in the list leaving.""",
+        Lane("the server's, for a SEND",
+             [(12, "mine", "mine"), (92, "flight", "in flight"), (392, "mine", "mine")],
+             [(92, ["post"], "bold"), (242, ["forgotten:", "fi_av_remove"], ""),
+              (392, ["completion,", "an error"], "bold")]),
+        Lane("the client's, for a RECV",
+             [(12, "flight", "in flight"), (132, "theirs", "full, and never read")],
+             [(132, ["completion"], "bold")]),
+        [("wrong", 102, 196)],
+        [(174, 1, "no RECV is left for it", "wrong")]),
 }
 
 

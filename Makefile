@@ -100,8 +100,9 @@ $(LEFT_OUT:%=$(BUILD)/%): FORCE
 	@$(error $(NO_XXHASH))
 endif
 
-# Programs before 6_write do not use GPUs.
-WITHOUT_GPUS := $(BUILD)/2_first $(BUILD)/4_hello $(BUILD)/5_reverse
+# Programs before 6_write, and those based on them, do not use GPUs.
+WITHOUT_GPUS := $(BUILD)/2_first $(BUILD)/4_hello $(BUILD)/5_reverse \
+  $(BUILD)/12_sleep $(BUILD)/13_crowd
 $(WITHOUT_GPUS): CUDA_CXXFLAGS :=
 $(WITHOUT_GPUS): CUDA_LIBS :=
 

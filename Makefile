@@ -160,7 +160,7 @@ FORCE:
 # ---- Everything else ----
 
 .PHONY: demo test test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
-  bench-rails lint book test-book figures clean help
+  bench-rails bench-crowd lint book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -217,6 +217,12 @@ bench-rails:
 	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/11_rails
 	@BUILD=$(BUILD) scripts/bench/bench.sh --rails
 
+# RUNS, CLIENTS, COUNT, PROVIDERS, PRIORITY, REDIS: see scripts/bench/bench_crowd.py.
+bench-crowd:
+	@scripts/install-deps.sh build bench-crowd
+	@$(MAKE) --no-print-directory $(BUILD)/13_crowd
+	@BUILD=$(BUILD) scripts/bench/bench.sh --crowd
+
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
 	@scripts/install-deps.sh build exercise
@@ -272,6 +278,7 @@ help:
 	@echo 'make bench-file measure 9_file beside what this machine can do'
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
 	@echo 'make bench-rails measure 11_rails beside what several links can do'
+	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make break-2    build a program with one thing broken on purpose'

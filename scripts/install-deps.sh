@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [--list] [GROUP...]: build (the default), exercise,
-# test, rdma, machine, bench, lint, figures, book, browser
+# test, rdma, machine, bench, bench-crowd, lint, figures, book, browser
 # With --list, prints the packages that are missing, and installs none.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
@@ -36,6 +36,10 @@ has_libfabric() {
 
 has_xxhash() {
   echo '#include <xxhash.h>' | "${CXX:-g++}" -E -x c++ -
+}
+
+has_redis() {
+  command -v redis-server && command -v redis-benchmark
 }
 
 for group in "$@"; do
@@ -80,6 +84,12 @@ for group in "$@"; do
         need perftest perftest command -v ib_write_bw
       fi
       ;;
+    bench-crowd)
+      # Debian's package also starts a server, which has nothing to do here.
+      need "redis-server redis-tools" redis has_redis
+      # Patches a copy of 13_crowd.
+      need git git command -v git
+      ;;
     lint)
       need clang-format clang-tools-extra command -v clang-format
       ;;
@@ -106,7 +116,7 @@ for group in "$@"; do
       ;;
     *)
       echo "usage: $0 [--list] [build] [exercise] [test] [rdma] [machine] [bench]" \
-        "[lint] [figures] [book] [browser]" >&2
+        "[bench-crowd] [lint] [figures] [book] [browser]" >&2
       exit 2
       ;;
   esac

@@ -4,13 +4,14 @@
 # scripts/bench/bench.sh --file                   bench_file.py
 # scripts/bench/bench.sh --lock                   bench_lock.py
 # scripts/bench/bench.sh --rails                  bench_rails.py
+# scripts/bench/bench.sh --crowd                  bench_crowd.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
 
 program=bench.py
 case ${1-} in
-  --file | --lock | --rails)
+  --file | --lock | --rails | --crowd)
     program=bench_${1#--}.py
     shift
     ;;

@@ -13,6 +13,7 @@ import xml.etree.ElementTree
 import pytest
 
 import bench
+import bench_crowd
 import bench_file
 import bench_lock
 from harness import owned_shm_files
@@ -47,7 +48,8 @@ def run_bench(build, *arguments, **env):
 
 def link_programs(folder):
     """Results are written beside the programs, but should not appear in build."""
-    for program in ["7_queue", "8_malloc", "9_file", "10_lock", "11_rails", "bench_loop"]:
+    for program in ["7_queue", "8_malloc", "9_file", "10_lock", "11_rails", "13_crowd",
+                    "bench_loop"]:
         (folder / program).symlink_to(f"{ROOT}/build/{program}")
 
 
@@ -126,6 +128,57 @@ def test_rails(tmp_path):
     for links in ["200", "300, 150"]:
         assert re.search(rf"(?m)^{links}( +[0-9.]+){{5}}$", output)
         assert re.search(rf"(?m)^{links}: / iperf3 +>= 0.9[57] +[0-9.]+$", output)
+
+
+def test_crowd(tmp_path):
+    """Without redis. The patch fits, and its server has an endpoint for each client."""
+    link_programs(tmp_path)
+    output = run_bench(str(tmp_path), "--crowd", CLIENTS="1 3", COUNT="30", REDIS="",
+                       CXXFLAGS="-O0")
+    assert "Without redis.\n" in output
+    rows = read_csv(tmp_path / "bench-crowd.csv")
+    assert sorted((row["program"], row["provider"], row["clients"]) for row in rows) == [
+        (program, provider, clients) for program in sorted(bench_crowd.PROGRAMS)
+        for provider in ["shm", "tcp"] for clients in ["1", "3"]]
+    for row in rows:
+        assert all(float(row[field]) > 0 for field in bench_crowd.Measured._fields
+                   if field != "cpu_us"), row  # it is counted in ticks of 10 ms
+        assert len(re.findall(rf"(?m)^ +{row['clients']}  {row['provider']} +"
+                              rf"{row['program']}( +[0-9.]+){{7}}$", output)) == 1
+    for provider in ["shm", "tcp"]:
+        assert re.search(rf"(?m)^{provider}, 3 clients: requests/s / redis +>= 0.90 +"
+                         r"not measured$", output)
+        assert re.search(rf"(?m)^{provider}, 3 clients: 99 % / an endpoint each +"
+                         rf"<= 1.00 +{RATE}$", output)
+
+    def memory(program, clients):
+        return min(float(row["memory_mb"]) for row in rows if row["provider"] == "tcp" and
+                   (row["program"], row["clients"]) == (program, clients))
+    grown = {program: memory(program, "3") - memory(program, "1")
+             for program in bench_crowd.PROGRAMS}
+    assert grown["an endpoint each"] > grown["one endpoint"] + 0.1
+
+
+# What redis-server and redis-benchmark say, of what the benchmark reads.
+FAKE_REDIS = {
+    "redis-server": """echo '1:M 01 Jan 2026 * Ready to accept connections tcp'
+exec sleep 60""",
+    "redis-benchmark": """echo '"test","rps","p50_latency_ms","p99_latency_ms"'
+case "$*" in
+  *" -c 7 -n 30 -r 7 --csv SET key of client "*) echo '"SET a b","300.00","0.100","0.5"' ;;
+  *" -c 7 -n 30 -r 7 --csv GET key of client "*) echo '"GET a","100.00","0.200","0.9"' ;;
+esac"""}
+
+
+def test_redis(tmp_path, monkeypatch):
+    for name, text in FAKE_REDIS.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(bench_crowd, "COUNT", 30)
+    measured = bench_crowd.measure_redis(7)
+    assert measured[:3] == pytest.approx((150, 150, 700))
+    assert measured.memory_mb > 0
 
 
 def test_file(tmp_path):

@@ -304,6 +304,8 @@ PACKAGES = {
         "g++ make pkg-config libfabric-dev libxxhash-dev git python3-pytest "
         "python3-pytest-xdist iproute2 libfabric-bin iperf3 socat",
     ("apt-get", "bench"): "iperf3 socat python3-matplotlib",
+    ("apt-get", "bench-crowd"): "redis-server redis-tools git",
+    ("dnf", "bench-crowd"): "redis git",
     ("dnf", "build test"):
         "gcc-c++ make pkgconf-pkg-config libfabric-devel xxhash-devel git "
         "python3-pytest python3-pytest-xdist iproute libfabric iperf3 socat",

@@ -80,6 +80,7 @@ constexpr size_t kCompletionQueueReadCount = 64;  // entries read at a time
 
 constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
 constexpr auto kSpin = 50us;          // of polling, before we sleep
+constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
 constexpr auto kIdlePause = 1ms;      // where nothing can wake us
 constexpr auto kContactGrace = 1s;    // for a first or last message
@@ -262,7 +263,8 @@ struct Domain {
   Owned<struct fid_fabric> fabric;
   Owned<struct fid_domain> handle;
   uint64_t next_key = 1;
-  size_t empty_wakes = 0;  // since something has last completed
+  size_t empty_wakes = 0;     // since something has last completed
+  Clock::time_point poll_at;  // before that, others need our core
 
   // Opens the first interface of a list.
   explicit Domain(Info list) : info(std::move(list)) {
@@ -556,11 +558,15 @@ struct Endpoint {
     Domain& domain = endpoints.front()->domain;
     std::vector<struct fid*> cqs;
     std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
+    Clock::time_point now = Clock::now();
     for (Endpoint* endpoint : endpoints) {
       // The next message often comes at once, and being woken takes longer than
       // looking again. The peer may need this core to send it, though.
-      if (Clock::now() - endpoint->last_completion < kSpin) {
-        return std::this_thread::yield();
+      if (now >= domain.poll_at && now - endpoint->last_completion < kSpin) {
+        std::this_thread::yield();
+        // One who computes keeps what we yield, for ms, and would each time.
+        if (Clock::now() - now > kSpin) domain.poll_at = now + kCrowded;
+        return;
       }
       // Nothing tells us that there is room again.
       if (endpoint->refused || endpoint->wait_fd < 0) limit = kIdlePause;

@@ -261,4 +261,34 @@ def test_13_crowd(run, broken):
         deaf.signal(signal.SIGTERM)
         assert deaf.wait() == 0, deaf.output
         server.check_client("20", "100")
+
+
+def cpu_seconds(process):
+    """What a process has used of the processor so far."""
+    with open(f"/proc/{process.popen.pid}/stat") as file:
+        user, system = file.read().rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def test_12_sleep(run, broken):
+    """Until its first client it sleeps. From then on it only says so."""
+    servers = [broken("12_sleep"), Server(run, BUILD, "12_sleep")]
+
+    def used(start=(0, 0)):
+        return [cpu_seconds(server.process) - before
+                for server, before in zip(servers, start)]
+
+    start = used()
+    time.sleep(2)
+    assert max(used(start)) < 0.1
+    for server in servers:
+        assert "We sleep until the completion queue wakes us." in server.process.output
+        server.check_client()
+    start = used()
+    end = time.monotonic() + 30
+    while used(start)[0] < 0.5:
+        assert time.monotonic() < end, used(start)
+        time.sleep(0.1)
+    assert used(start)[1] < 0.1
+    for server in servers:
         server.stop()

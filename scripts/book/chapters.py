@@ -650,6 +650,7 @@ def normalised(lines):
         line = re.sub(r"\b0x[0-9a-f]+\b", "0xHEX", line)
         line = re.sub(r"\d+\.\d+", "#.#", line)
         line = re.sub(r"\bEAGAIN=\d+", "EAGAIN=#", line)
+        line = re.sub(r"\bup to \d+ us\b", "up to # us", line)
         # libfabric 2 needs no layer above its tcp.
         line = line.replace("tcp;ofi_rxm", "tcp")
         line = line.replace("FI_PROTO_RXM", "FI_PROTO_XNET")

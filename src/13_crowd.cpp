@@ -564,7 +564,7 @@ struct Endpoint {
       // looking again. The peer may need this core to send it, though.
       if (now >= domain.poll_at && now - endpoint->last_completion < kSpin) {
         std::this_thread::yield();
-        // One who computes keeps what we yield, for ms, and would each time.
+        // A process that computes keeps it for ms, and would do so each time.
         if (Clock::now() - now > kSpin) domain.poll_at = now + kCrowded;
         return;
       }

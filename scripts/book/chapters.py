@@ -12,13 +12,14 @@ import subprocess
 import time
 import urllib.parse
 
-from repository import make, number, numbered, parent, programs
+from repository import make, number, numbered, parent, patched, programs
 
 # ---- Pages ----
 
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([^\s`]*)[^`]*$")
 CODE_SPAN = re.compile(r"(`+)(?!`)((?!\n\s*\n).)+?(?<!`)\1(?!`)", re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
+OWN_PATCH = re.compile(r"(?m)^git apply (scripts/own/(\w+)\.patch)\b")
 
 
 class Block:
@@ -90,6 +91,13 @@ class Page:
         while program in programs(self.root) and (program := parent(program, self.root)):
             found.append(program)
         return found
+
+    @functools.cached_property
+    def own(self):
+        """The patch that a page without a program has the reader apply, which makes a
+        program of one's own. Excerpts may be from that."""
+        applied = OWN_PATCH.search(self.text)
+        return applied[1] if applied and not self.program else None
 
     @property
     def before(self):
@@ -190,7 +198,8 @@ def check_blocks(page):
             messages.append(page.message(
                 block.line - 1, f'a block of "{block.info}"; there may be: '
                                 + ", ".join(INFOS)))
-        elif block.info in CPP and not page.program and not is_whole(block):
+        elif (block.info in CPP and not page.program and not page.own
+              and not is_whole(block)):
             messages.append(page.message(
                 block.line - 1, "C++ without a program that it could be from"))
         elif block.info == "diff" and not page.before:
@@ -254,10 +263,10 @@ def find(part, lines, start):
 def check_parts(page, parts, program):
     """The parts stand in the program, each in one piece, and in this order. Each
     is a list of (number of the line in the page, line)."""
-    path = f"src/{program}.cpp"
+    path = page.own if page.own else f"src/{program}.cpp"
     try:
-        source = [line.rstrip() for line in
-                  read(f"{page.root}/{path}").split("\n")]
+        text = patched(path, page.root) if page.own else read(f"{page.root}/{path}")
+        source = [line.rstrip() for line in text.split("\n")]
     except FileNotFoundError:
         return [f"{page.path}: there is no {path}"]
     start = 0
@@ -285,8 +294,8 @@ LONGEST = 80
 def check_excerpts(page):
     """C++ stands in the chapter's program, letter for letter."""
     messages = []
-    for block in page.blocks if page.program else []:
-        if block.info not in CPP:
+    for block in page.blocks if page.program or page.own else []:
+        if block.info not in CPP or not page.program and is_whole(block):
             continue
         parts = [list(enumerate(part, block.line + index)) for index, part
                  in split(block.lines, lambda line: line.strip() == "// ...")
@@ -589,9 +598,10 @@ def check_targets(page):
                 if block.info == "sh" for index, line in enumerate(block.lines)]
     commands += [(line, command) for line, command, output in transcripts(page)
                  if command and not output]
-    # A program of the reader's own, which the page has copied.
+    # A program of the reader's own, which the page has copied, or made by a patch.
     own = re.findall(r"(?m)^cp src/\w+\.cpp src/(\w+)\.cpp$",
                      "\n".join(command for _, command in commands))
+    own += [name for _, name in OWN_PATCH.findall(page.text)]
     messages = []
     for line, command in commands:
         if not MAKE.match(command):

@@ -3,7 +3,9 @@ checks of the chapters need no more than this."""
 
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 
 ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../..")
 
@@ -34,6 +36,21 @@ def parent(program, root=ROOT):
         cwd=root, check=False, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip() or None
+
+
+def patched(patch, root=ROOT):
+    """The source that a patch of scripts/own makes of a copy of a program."""
+    with open(f"{root}/{patch}") as file:
+        head = file.read()
+    before, after = (re.search(rf"(?m)^copy {which} (src/\w+\.cpp)$", head)[1]
+                     for which in ("from", "to"))
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkdir(f"{folder}/src")
+        shutil.copy(f"{root}/{before}", f"{folder}/src")
+        subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
+                       check=True)
+        with open(f"{folder}/{after}") as file:
+            return file.read()
 
 
 def make(*arguments, **env):

@@ -252,6 +252,25 @@ def test_good_pages(tmp_path):
             assert check(Page(tmp_path, path)) == []
 
 
+def test_excerpts_of_ones_own(tmp_path):
+    """Of the program that a page has the reader make by a patch."""
+    sample(tmp_path)
+    (tmp_path / "scripts/own").mkdir(parents=True)
+    (tmp_path / "scripts/own/mine.patch").write_text(
+        "diff --git a/src/4_hello.cpp b/src/mine.cpp\nsimilarity index 50%\n"
+        "copy from src/4_hello.cpp\ncopy to src/mine.cpp\n--- a/src/4_hello.cpp\n"
+        "+++ b/src/mine.cpp\n@@ -2,3 +2,3 @@\n int main() {\n-  first();\n+  mine();\n"
+        "   if (fi_getinfo(FI_SEND)) {\n")
+    page = "chapters/appendix_own.md"
+    text = "# Own\n\n```sh\ngit apply scripts/own/mine.patch\nmake mine\n```\n"
+    for line, messages in [("  mine();", []), ("  first();", [
+            f'{page}:9: not in scripts/own/mine.patch: "  first();"'])]:
+        (tmp_path / page).write_text(f"{text}\n```cpp\n{line}\n```\n")
+        found = Page(tmp_path, page)
+        assert chapters.check_blocks(found) == chapters.check_targets(found) == []
+        assert chapters.check_excerpts(found) == messages
+
+
 def test_programs_are_a_tree(tmp_path):
     """A diff starts from the program that the chapter's is based on. New are the names
     that none of its ancestors has."""

@@ -2,15 +2,17 @@
 and compared, and nothing else takes notice of it, even if it is half done."""
 
 import os
+import re
 import shutil
+import signal
 import subprocess
 
 import pytest
 
 import chapters
 import fuzz
-from harness import PROGRAMS
-from repository import ROOT, parent, programs
+from harness import PROGRAMS, address_of
+from repository import ROOT, parent, patched, programs
 from small_repository import PROGRAMS as SMALL, Repository
 from table import TABLE
 from test_tools import what_is_missing
@@ -109,3 +111,78 @@ def test_propagate_and_refresh(tmp_path):
     for name, text in OWN.items():
         assert (tmp_path / f"src/{name}.cpp").read_text() == \
             text.replace("7_queue", "4_one")
+
+
+# ---- A queue whose consumers may die: a program that a page has the reader make ----
+
+class Queue:
+    """The queue of scripts/own/jobs.patch, as its page changes it: its server, and
+    clients for it."""
+
+    def __init__(self, run, folder, old="", new=""):
+        source = patched("scripts/own/jobs.patch")
+        assert not old or source.count(old) == 1
+        (folder / "src").mkdir()
+        (folder / "src/jobs.cpp").write_text(source.replace(old, new) if old else source)
+        shutil.copy(f"{ROOT}/Makefile", folder)
+        done = make(folder, "jobs", "CXXFLAGS=-O0", "BUILD=build")
+        assert done.returncode == 0, done.stderr
+        self.run = run
+        self.path = f"{folder}/build/jobs"
+        self.server = run([self.path])
+        self.address = address_of(self.server)
+
+    def start(self, *args, **env):
+        return self.run([self.path, self.address, *args], **env)
+
+    def counts(self):
+        """What the server says in the end: jobs used up, thrown away, left; scenes of
+        the film, those made twice, those missing; and whether it all fits."""
+        self.server.signal(signal.SIGTERM)
+        assert self.server.wait() == 0
+        last = self.server.output.splitlines()[-1]
+        return [*map(int, re.findall(r"\d+", last)), not last.startswith("error: ")]
+
+
+def test_queue(run, tmp_path):
+    """One consumer is killed at its work. Another one takes the job over, and each job
+    is done once."""
+    queue = Queue(run, tmp_path)
+    producer = queue.start("put", "12")
+    producer.wait_for("put job 1.7")  # it has no more pieces
+    killed = queue.start("take", WORK_MS="60000")
+    job = killed.wait_for(r"took job (1\.\d+)")[1]
+    other = queue.start("take", WORK_MS="10")
+    killed.signal(signal.SIGKILL)
+    other.wait_for("did job", count=12)
+    assert producer.wait() == 0
+    assert re.findall(r"took over job (.*)", other.output) == [job]
+    assert sorted(re.findall(r"did job 1\.(\d+)", other.output), key=int) == [
+        str(i) for i in range(12)]
+    assert queue.counts() == [12, 0, 0, 12, 0, 0, True]
+
+
+def test_queue_without_rounds(run, tmp_path):
+    """What the page has the reader change in Put."""
+    page = chapters.Page(ROOT, "chapters/appendix_queue.md")
+    new, = [block.lines[0] for block in page.blocks
+            if block.info == "text" and block.lines[0].strip().startswith("Word ")]
+    old = re.search(r"`(Word empty = .*;)`", page.text)[1]
+    queue = Queue(run, tmp_path, old, new.strip())
+    clients = [queue.start(*args) for args in [["take"], ["put", "300"]] * 2]
+    for client in clients:
+        assert client.wait() == 0, client.output
+    *_, missing, fits = queue.counts()
+    assert missing > 0 and not fits
+
+
+def test_own_patches():
+    """They fit to the letter, and what they make says what it is based on."""
+    for patch in os.listdir(f"{ROOT}/scripts/own"):
+        name = patch.removesuffix(".patch")
+        source = patched(f"scripts/own/{patch}")
+        with open(f"{ROOT}/scripts/own/{patch}") as file:
+            before, after = re.findall(r"(?m)^copy (?:from|to) src/(\w+)\.cpp$",
+                                       file.read())
+        assert after == name and f"// Based on {before}.\n" in source
+        assert max(map(len, source.splitlines())) <= 80

@@ -97,6 +97,28 @@ def test_offset(repo):
     assert answer(repo, "5_two") == lines + solved("5_two", PROGRAMS["5_two"])
 
 
+def test_own(repo):
+    """A patch that makes a program of a copy gets the changes of the original, also
+    while the copy is there."""
+    own = repo.folder / "scripts/own/mine.patch"
+    own.parent.mkdir()
+    own.write_text("--- a/src/4_one.cpp\n")
+    mine = replaced(PROGRAMS["4_one"], "c", "c", "mine")
+    repo.write("mine", mine)
+    assert refresh(repo, "mine", "src/mine.cpp") == (
+        0, "mine: 1 lines added, 0 removed\n", "")
+    assert refresh(repo) == (0, UNCHANGED + "mine: unchanged\n", "")
+    repo.commit()
+    repo.replace("4_one", "a", "a", "new")
+    assert refresh(repo)[:2] == (
+        0, "4_one: 1 lines added, 0 removed\n5_two: unchanged\n10_three: unchanged\n"
+           "mine: 1 lines added, 0 removed\n")
+    repo.path("mine").unlink()
+    subprocess.run(["git", "apply", own], cwd=repo.folder, check=True)
+    assert repo.read("mine") == replaced(mine, "a", "a", "new")
+    assert repo.read("4_one") == replaced(PROGRAMS["4_one"], "a", "a", "new")
+
+
 def test_since_a_commit(repo):
     """A change that has been committed, with the answers as they were."""
     repo.replace("5_two", "d", "D")

@@ -855,13 +855,23 @@ struct Server {
 
   Server() : domain(GetInfo()), mailbox(domain, kServerRecvCount) {}
 
-  // Handles the messages that have come. Returns the number of completions.
-  // Throws for a message that cannot be right, or if something is wrong with
-  // the endpoint; then there may be more to do.
+  // Does what may fail without ending the server: a message that cannot be
+  // right, or something wrong with the endpoint.
+  static void Try(const std::function<void()>& what) {
+    try {
+      what();
+    } catch (const std::exception& e) {
+      fprintf(stderr, "error: %s\n", e.what());
+    }
+  }
+
+  // Handles the messages that have come. All of them, so that whoever sends bad
+  // ones holds up nobody. Returns the number of completions.
   size_t Poll() {
-    size_t completions = mailbox.Poll();
+    size_t completions = 1;
+    Try([&] { completions = mailbox.Poll(); });
     while (std::optional<Message> message = mailbox.Take()) {
-      HandleMessage(*message);
+      Try([&] { HandleMessage(*message); });
     }
     // Each peer gets its turn, as often as the others.
     for (size_t i = blocked.size(); i > 0; --i) {
@@ -1039,14 +1049,7 @@ int ServerMain(const char* program) {
   PrintSleep(endpoint);
   PrintClientCommand(program, endpoint);
   while (!g_interrupted) {
-    size_t completions = 1;
-    try {
-      completions = server.Poll();
-    } catch (const std::exception& e) {
-      // A bad message must not end the server.
-      fprintf(stderr, "error: %s\n", e.what());
-    }
-    if (completions == 0) Endpoint::Sleep({&endpoint});
+    if (server.Poll() == 0) Endpoint::Sleep({&endpoint});
   }
   // An ACCEPT on its way is a first contact: with the shm provider of libfabric
   // 1.17, the client would end with us.
@@ -1214,6 +1217,7 @@ struct CrowdClient {
   std::string key;
   std::string value;  // that the server should have
   State state = State::kIdle;
+  bool was_connected = false;
   size_t num_answered = 0;
   Clock::time_point due_at = {};    // when the next request is due
   Clock::time_point leave_at = {};  // when to close, whatever is in flight
@@ -1235,9 +1239,12 @@ struct CrowdClient {
     size_t completions = client.Poll();
     if (state == State::kConnecting && client.IsConnected()) {
       --crowd.num_connecting;
-      if (num_answered == 0) ++crowd.num_connected;
       state = State::kIdle;
-      due_at = now + crowd.period * (client.server.nonce % 100) / 100;
+      if (!was_connected) {
+        ++crowd.num_connected;
+        due_at = now + crowd.period * (client.server.nonce % 100) / 100;
+      }
+      was_connected = true;
     }
     if (state == State::kAsking && client.reply) {
       CheckReply();

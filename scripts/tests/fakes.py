@@ -9,8 +9,9 @@ import time
 
 from harness import BUILD, provider_in
 from messages import (ACCEPT, BYE, CONNECT, CREDIT, ERROR, FILE_ALIVE, FREE, MALLOC,
-                      READY, REPLY, WAIT, address_message, base, give_up, put,
-                      read_address, read_reply, request, type_and_nonce, with_nonce)
+                      READY, REPLY, WAIT, address_message, base, crowd_base,
+                      crowd_connect, crowd_request, give_up, put, read_address,
+                      read_crowd, read_reply, request, type_and_nonce, with_nonce)
 
 
 def new_nonce():
@@ -219,3 +220,78 @@ class FileSender(FakeClient):
         self.send(give_up())
         self.expect("Done")
         return reason
+
+
+class CrowdGuest(FakeClient):
+    """A client of 13_crowd. All of them send to the same endpoint, so each message
+    begins with the number and the nonce of its client."""
+
+    def __init__(self, run, server):
+        super().__init__(run, server)
+        self.nonce = new_nonce()
+        self.number = 0  # until there is an ACCEPT
+        self.sequence = 0
+
+    def send_line(self, message, as_it_is=False):
+        """The command that sends it, if it is long enough with our number and nonce."""
+        if not as_it_is and len(message) >= len(crowd_base(0)):
+            message = message[:4] + crowd_base(0, self.number, self.nonce)[4:] + \
+                message[12:]
+        return "send " + message.hex()
+
+    def connect(self, address=None, addr_size=None):
+        return crowd_connect(self.address if address is None else address, addr_size,
+                             nonce=self.nonce)
+
+    def receive(self):
+        """Returns the next message of this conversation."""
+        while (message := read_crowd(self.receive_any())).nonce != self.nonce:
+            pass
+        return message
+
+    def open_session(self):
+        """Begins a conversation. Returns the answer."""
+        self.nonce, self.number = new_nonce(), 0
+        self.send(self.connect())
+        answer = self.receive()
+        if answer.type == ACCEPT:
+            self.number = answer.number
+        return answer
+
+    def request(self, type_, key=b"key", value=b""):
+        """A request with the next number in sequence."""
+        self.sequence += 1
+        return crowd_request(type_, key, value, self.sequence)
+
+    def ask(self, type_, key=b"key", value=b""):
+        """Asks for something. Returns the reply."""
+        self.send(self.request(type_, key, value))
+        reply = self.receive()
+        assert (reply.number, reply.sequence) == (self.number, self.sequence), reply
+        return reply
+
+    def leave(self):
+        self.send(crowd_base(BYE))
+
+
+class CrowdHost(CrowdGuest):
+    """A server of 13_crowd, for a client that it meets. Its number and nonce are those
+    of the client."""
+
+    def __init__(self, run, build, *args, provider=""):
+        if not provider:
+            choices = run([f"{build}/13_crowd", "--list"])
+            assert choices.wait() == 0
+            provider = provider_in(choices.output)
+        self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
+        self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
+        self.client = run([f"{build}/13_crowd", self.address, *args], provider)
+        self.number = 1
+        connect = self.receive_any()
+        assert type_and_nonce(connect) == (CONNECT, 0)
+        (self.nonce, size) = struct.unpack_from("<2I", connect, 8)
+        self.client_address = connect[16:16 + size].hex()
+        self.peer(self.client_address)
+
+    def reply(self, type_, value=b"", sequence=1):
+        self.send(crowd_request(type_, b"", value, sequence))

@@ -186,8 +186,8 @@ class Server:
         """Starts a client. If the first argument is a number where a file has to be,
         the client sends a new file of that size."""
         source = None
+        args = args or (self.entry.quick if self.entry.files else self.entry.least)
         if self.entry.files:
-            args = args or self.entry.quick
             if args[0].isdigit():
                 source = self.new_source(int(args[0]))
                 args = [source, *args[1:]]

@@ -12,6 +12,8 @@ MALLOC, FREE, USAGE, REPLY, ALIVE = range(6, 11)  # of 8_malloc
 # Of 9_file, which has ERROR in place of REFUSED.
 ERROR, PUT, READY, CHUNK, CREDIT, END, SAVED, FILE_ALIVE = range(5, 13)
 JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
+# Of 13_crowd, which knows no WAIT.
+CROWD_REFUSED, GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(4, 11)
 
 
 def base(type_, nonce=0):
@@ -122,3 +124,35 @@ def end(checksum):
 def give_up(text=b""):
     """An ERROR of 9_file."""
     return base(ERROR) + struct.pack("<252s", text)
+
+
+def crowd_base(type_, number=0, nonce=0):
+    """The beginning of each message of 13_crowd."""
+    return struct.pack("<3I", type_, number, nonce)
+
+
+def crowd_connect(address, addr_size=None, *, nonce):
+    """A CONNECT to the server of 13_crowd."""
+    return crowd_base(CONNECT, 0, nonce) + struct.pack(
+        "<I256s", len(address) if addr_size is None else addr_size, address)
+
+
+def crowd_request(type_, key=b"", value=b"", sequence=1, key_size=None):
+    """A request to the server of 13_crowd, or its reply: that has no key. What sends
+    it puts in number and nonce."""
+    return crowd_base(type_) + struct.pack(
+        "<2I", sequence, len(key) if key_size is None else key_size) + key + value
+
+
+class CrowdMessage(typing.NamedTuple):
+    """A request, a reply, an ACCEPT, a REFUSED or a BYE of 13_crowd."""
+    type: int
+    number: int
+    nonce: int
+    sequence: int
+    key_size: int
+    tail: bytes
+
+
+def read_crowd(message):
+    return CrowdMessage(*struct.unpack_from("<5I", message), message[20:])

@@ -3,9 +3,10 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, CHUNK, CONNECT, CREDIT, ERROR, FREE, JOIN, LONGEST,
-                      MALLOC, PROGRESS, READY, REPLY, SAVED, TABLE_REPLY, TEXT, USAGE,
-                      alive, append, base, end, fill, fill_repeatedly, give_up,
+from messages import (ACCEPT, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
+                      ERROR, FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY,
+                      SAVED, STORE, TABLE_REPLY, TEXT, USAGE, alive, append, base,
+                      crowd_base, crowd_request, end, fill, fill_repeatedly, give_up,
                       numbers, put, report, request)
 
 
@@ -51,6 +52,10 @@ class Entry(typing.NamedTuple):
     lossy_over: list = []
     # Four clients at once are tried over all providers, and not over two.
     every_provider: bool = False
+    # One endpoint of the server is for all, so there are no sessions with a line each
+    # about their beginning and their end, and a message begins in another way: what
+    # others have in test_messages.py, this one has in test_crowd.py.
+    one_endpoint: bool = False
     # The longest text that it sends, in bytes.
     longest_text: int = 0
     # All WRITEs but the last are in flight at the same time, and each page is written
@@ -72,6 +77,9 @@ class Entry(typing.NamedTuple):
     # For a program that replaces the application of its parent, and drops whole
     # sections: how many lines it may add before its own application.
     most_added: int | None = None
+    # How many of its parent's lines it may remove, in percent: 5_reverse replaces both
+    # sides of 4_hello's application, and 13_crowd has nothing of the sessions of 12.
+    most_removed: int = 12
 
 
 # ---- Wrong arguments ----
@@ -144,6 +152,30 @@ WRONG_FILES = {
     "too many slots": [ADDRESS, "Makefile", "65"],
     "overflow": [ADDRESS, "Makefile", str(2**64 + 1)],
     "too many": [ADDRESS, "Makefile", "8", "8"],
+}
+
+WRONG_CROWDS = {
+    "nothing to do": [ADDRESS],
+    "zero clients": [ADDRESS, "0"],
+    "negative": [ADDRESS, "-1"],
+    "no number": [ADDRESS, "x"],
+    "fraction": [ADDRESS, "1.5"],
+    "empty": [ADDRESS, ""],
+    "space": [ADDRESS, " 1"],
+    "overflow": [ADDRESS, str(2**64 + 1)],
+    "zero requests": [ADDRESS, "1", "0"],
+    "no number of requests": [ADDRESS, "1", "x"],
+    "zero period": [ADDRESS, "1", "1", "0"],
+    "no period": [ADDRESS, "1", "1", "1s"],
+    "too many": [ADDRESS, "1", "1", "1", "1"],
+    "get without a key": [ADDRESS, "get"],
+    "get with a value": [ADDRESS, "get", "key", "value"],
+    "put without a value": [ADDRESS, "put", "key"],
+    "put too much": [ADDRESS, "put", "key", "value", "value"],
+    "delete without a key": [ADDRESS, "delete"],
+    "another word": [ADDRESS, "take", "key"],
+    "key too long": [ADDRESS, "get", "k" * 65],
+    "value too long": [ADDRESS, "put", "key", "v" * 1025],
 }
 
 
@@ -225,6 +257,23 @@ BAD_FILES = {
     "half an ERROR": [GOOD_PUT, base(ERROR)],
     "after good ones": [GOOD_PUT, numbers(CHUNK, 0, 1), end(0), base(99)],
     "after the END": [put(), end(0), numbers(CHUNK, 0)],
+}
+BAD_CROWDS = {
+    "type": [crowd_request(99)],
+    "type 0": [crowd_request(0)],
+    "ACCEPT": [crowd_request(ACCEPT)],
+    "REFUSED": [crowd_request(CROWD_REFUSED)],
+    "a reply": [crowd_request(DONE)],
+    "GET cut short": [crowd_request(GET)[:-1]],
+    "type only": [crowd_base(DELETE)],
+    "key_size": [crowd_request(GET, b"key", key_size=4)],
+    "key_size huge": [crowd_request(GET, b"key", key_size=2**32 - 1)],
+    "key too long": [crowd_request(GET, b"k" * 65)],
+    "value too long": [crowd_request(STORE, b"key", b"v" * 1025)],
+    "much too long": [crowd_request(STORE, b"", b"v" * 2028)],
+    "after good ones": [crowd_request(STORE, b"key", b"value"),
+                        crowd_request(GET, b"key"), crowd_request(DELETE, b"key"),
+                        crowd_base(0)],
 }
 BAD_TABLES = {
     "REPLY": [base(TABLE_REPLY) + bytes(40)],
@@ -354,4 +403,18 @@ TABLE = {
         bad_sessions={"empty text": [base(TEXT)],
                       "after a good one": [base(TEXT) + b"text", base(TEXT)]},
         work=base(TEXT) + b"x" * 60000),
+    "13_crowd": Entry(
+        success=" replies, all correct, ",
+        long=["8", "1000000"],
+        wrong=WRONG_CROWDS,
+        sizes=[["1", "1"], ["50", "20"]],
+        least=["1"],
+        quick=["20", "20"],
+        short=["1", "1"],
+        others=["5", "50"],
+        killed_in="test_crowd.py",
+        every_provider=True,
+        one_endpoint=True,
+        bad_sessions=BAD_CROWDS,
+        most_removed=40),
 }

@@ -29,8 +29,10 @@ two_providers = pytest.mark.parametrize("provider", ["", "shm"],
 # Each program, and one of them through shm, too: what comes out of the inbox is
 # the same for all.
 each_program = pytest.mark.parametrize(
-    "program,provider", [(p, "") for p in PROGRAMS] + [("7_queue", "shm")])
-SESSIONS = [p for p in PROGRAMS if TABLE[p].bad_sessions]
+    "program,provider", [(p, "") for p in PROGRAMS if not TABLE[p].one_endpoint] +
+    [("7_queue", "shm")])
+SESSIONS = [p for p in PROGRAMS
+            if TABLE[p].bad_sessions and not TABLE[p].one_endpoint]
 each_session = pytest.mark.parametrize(
     "program,provider", [(p, "") for p in SESSIONS] + [("7_queue", "shm")])
 # For tests that take long, because somebody in them has to wait for 10 s.

@@ -18,10 +18,6 @@ from harness import PROGRAMS, Process
 from repository import ROOT, make, number, numbered, parent, programs
 from table import TABLE, WITHOUT_ENTRY, Entry
 
-# How many of its parent's lines a step may remove, in percent (5_reverse replaces both
-# sides of 4_hello's application); for a program that replaces the application, and
-# drops whole sections, see Entry.most_added.
-MOST_REMOVED = 12
 # Chapter 4 breaks 2_first, which breaks more easily.
 NOT_BROKEN = ["4_hello"]
 
@@ -349,8 +345,8 @@ def test_dependencies_are_installed(tmp_path, manager, groups, user):
 @pytest.mark.parametrize("program", PROGRAMS[1:])
 def test_step(tmp_path, program):
     """What two programs share stands in both, letter for letter. A step hardly
-    removes anything; one that replaces the application may drop what it has no use
-    for, but hardly adds anything to the rest."""
+    removes anything (Entry.most_removed); one that replaces the application may drop
+    what it has no use for, but hardly adds anything to the rest (Entry.most_added)."""
     before = parent(program)
     most_added = TABLE[program].most_added
     for name in before, program:
@@ -368,7 +364,7 @@ def test_step(tmp_path, program):
         assert added <= most_added, f"{added} lines added to {before}"
     else:
         total = len((tmp_path / before).read_text().splitlines())
-        assert removed <= MOST_REMOVED / 100 * total, (
+        assert removed <= TABLE[program].most_removed / 100 * total, (
             f"{removed} of the {total} lines of {before} removed")
 
 
@@ -552,8 +548,9 @@ def test_source_format():
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_demo(program):
-    # The arguments that 11_rails takes otherwise are those of 7_queue, and take long.
-    args = TABLE[program].quick if program == "11_rails" else []
+    # The arguments that 11_rails takes otherwise are those of 7_queue, and take long;
+    # 13_crowd takes none otherwise.
+    args = TABLE[program].quick if program in ("11_rails", "13_crowd") else []
     output = make("demo", CHAPTER=program, ARGS=" ".join(args))
     lines = output.splitlines()
     assert any(line.startswith("server | ") for line in lines)

@@ -30,9 +30,10 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, APPEND, BYE, CHUNK, CONNECT, END, ERROR,
-                      FILE_ALIVE, FREE, JOIN, LONGEST, MALLOC, PUT, RANDOM_FILL, REPORT,
-                      TABLE_ALIVE, TEXT, USAGE, WAIT, base, read_address, with_nonce)
+from messages import (ACCEPT, ALIVE, APPEND, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE,
+                      DONE, END, ERROR, FILE_ALIVE, FREE, GET, JOIN, LONGEST, MALLOC, PUT,
+                      RANDOM_FILL, REPORT, STORE, TABLE_ALIVE, TEXT, USAGE, WAIT, base,
+                      read_address, read_crowd, with_nonce)
 from repository import ROOT
 
 SANITIZED = "build/sanitized"
@@ -45,11 +46,13 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # ---- The messages ----
 
-# The fields behind the type and the nonce: in the letters of Python's struct, except "bytes" (any
-# number of them) and "numbers" (any number of uint32_t).
+# The fields behind the type and the nonce: in the letters of Python's struct, except
+# "bytes" (any number of them) and "numbers" (any number of uint32_t).
 FILL = [("remote_context", "I"), ("num_pages", "I"), ("addr", "Q"), ("size", "Q"),
         ("rkey", "Q"), ("seed", "Q"), ("page_size", "Q")]
 POOL = [("size", "Q"), ("addr", "Q")]
+# Here there is a number between the type and the nonce.
+IN_A_CROWD = [("number", "I"), ("nonce", "I")]
 FORMATS = {
     "CONNECT": (CONNECT, [("addr_size", "I"), ("addr", "256s")]),
     "BYE": (BYE, []),
@@ -70,6 +73,13 @@ FORMATS = {
     "APPEND": (APPEND, [("client", "I"), ("count", "I")]),
     "ALIVE of 10_lock": (TABLE_ALIVE, [("finished", "Q")]),
     "REPORT": (REPORT, [("entries", "Q"), ("changes", "Q")]),
+    "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr_size", "I"),
+                                      ("addr", "256s")]),
+    "BYE of 13_crowd": (BYE, IN_A_CROWD),
+    **{f"{name} of 13_crowd": (type_, [*IN_A_CROWD, ("sequence", "I"),
+                                       ("key_size", "I"), ("bytes", "bytes")])
+       for name, type_ in [("GET", GET), ("STORE", STORE), ("DELETE", DELETE),
+                           ("DONE", DONE), ("REFUSED", CROWD_REFUSED)]},
 }
 BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
               2**64 - 1]
@@ -83,6 +93,8 @@ LIMITS = {
     "file_size": [1 << 20, (1 << 20) + 1, 1 << 50, (1 << 50) + 1],
     "size": [63, 64, 4096, 64 << 20, (64 << 20) + 1, 1 << 30],
     "rkey": [2, 9, 10],
+    "number": [2, 3],
+    "key_size": [3, 63, 64, 65, 1024, 1088],
 }
 
 
@@ -91,14 +103,17 @@ class Message:
 
     def __init__(self, kind, /, **values):
         type_, fields = FORMATS[kind]
-        fields = [("nonce", "I"), *fields]
+        if fields[:2] != IN_A_CROWD:
+            fields = [("nonce", "I"), *fields]
         self.names = ["type", *(name for name, _ in fields)]
         self.formats = ["I", *(format_ for _, format_ in fields)]
         self.values = [type_, *(values.get(name, 0 if format_ in "IQ" else b"")
                                 for name, format_ in fields)]
 
-    def in_session(self, nonce):
-        self.values[1] = nonce
+    def in_session(self, nonce, number=0):
+        self.values[self.names.index("nonce")] = nonce
+        if "number" in self.names:
+            self.values[self.names.index("number")] = number
         return self
 
     def pack(self):
@@ -193,6 +208,20 @@ def session_of_a_file(rng, number):
     return messages
 
 
+def session_of_a_crowd(rng, number):
+    messages = []
+    for sequence in range(1, rng.choice([2, 3, 5, 12])):
+        key = b"k" * rng.choice([0, 1, 3, 64])
+        value = b"v" * rng.choice([0, 1, 100, 1024])
+        kind = rng.choice(["GET", "STORE", "STORE", "DELETE"])
+        messages.append(Message(f"{kind} of 13_crowd", sequence=sequence,
+                                key_size=len(key),
+                                bytes=key + value * (kind == "STORE")))
+    if rng.random() < 0.1:
+        messages.append(Message(rng.choice(["DONE of 13_crowd", "REFUSED of 13_crowd"])))
+    return messages
+
+
 SESSIONS = {
     "5_reverse": session_of_texts,
     "6_write": functools.partial(session_of_fills, "RANDOM_FILL of 6_write"),
@@ -202,6 +231,7 @@ SESSIONS = {
     "10_lock": session_of_changes,
     "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
     "12_sleep": session_of_texts,
+    "13_crowd": session_of_a_crowd,
 }
 
 
@@ -288,6 +318,8 @@ class Sender:
 class Fuzzer:
     """A server, and those who bother it."""
 
+    new_sender = Sender
+
     def __init__(self, run, program, args):
         self.program = program
         self.goal = args.messages
@@ -332,7 +364,7 @@ class Fuzzer:
         """What each thread does, with a sender of its own."""
         try:
             while not self.stopping():
-                sender = Sender(self.server)
+                sender = self.new_sender(self.server)
                 try:
                     for _ in range(SESSIONS_PER_SENDER):
                         if self.stopping():
@@ -515,6 +547,65 @@ class Fuzzer:
                   f"{message[:600].hex()}")
 
 
+class CrowdSender(Sender):
+    """A client of 13_crowd."""
+
+    def connect(self):
+        return Message("CONNECT of 13_crowd", nonce=self.nonce,
+                       addr_size=len(self.address), addr=self.address)
+
+    def accepted(self):
+        """Waits for an ACCEPT, and returns the number in it; None if there is none."""
+        while (message := self.wait()) is not None:
+            answer = read_crowd(message)
+            if (answer.type, answer.nonce) == (ACCEPT, self.nonce):
+                return answer.number
+        return None
+
+
+class CrowdFuzzer(Fuzzer):
+    """13_crowd has one endpoint for all, and conversations instead of sessions."""
+
+    new_sender = CrowdSender
+
+    def __init__(self, run, program, args):
+        super().__init__(run, program, args)
+        self.longest = 2048 + (args.provider != "shm")
+
+    def step(self, sender, i):
+        """Messages of strangers, perhaps, and a conversation."""
+        rng = self.rngs[i]
+        assert self.server.process.popen.poll() is None, "the server has ended"
+        sender.nonce = rng.randrange(1, 2**32)
+        for _ in range(rng.choice([0, 0, 2, 4, 8])):
+            message = spoil(sender.connect(), rng, self.longest)
+            # Not an address that is only nearly one: the server would call there.
+            size = len(sender.address)
+            if len(message) < 272 or message[12:16 + size] == (
+                    struct.pack("<I", size) + sender.address):
+                self.send(sender, i, message, "stranger")
+        sender.nonce = rng.randrange(1, 2**32)
+        sender.send(sender.connect().pack())
+        self.count("sessions")
+        number = sender.accepted()
+        assert number is not None, "the server does not answer"
+        messages = [message.in_session(sender.nonce, number) for message in
+                    session_of_a_crowd(rng, self.counts["messages"])]
+        bad = rng.randrange(-1, len(messages))  # -1: none
+        for place, message in enumerate(messages):
+            data = message.pack() if place != bad else \
+                spoil(message, rng, self.longest)
+            if not self.send(sender, i, data, "session"):
+                self.count("too late")
+                return
+            if place == bad and rng.random() < 0.7:
+                break
+        # The connection may last, as that of somebody who never says BYE.
+        if rng.random() < 0.8:
+            sender.send(Message("BYE of 13_crowd").in_session(
+                sender.nonce, number).pack())
+
+
 class Run:
     """What the fixture `run` is to the tests."""
 
@@ -561,7 +652,8 @@ def main():
                 dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as folder:
             run = Run(folder)
             try:
-                fuzzer = Fuzzer(run, program, args)
+                fuzzer = (CrowdFuzzer if program == "13_crowd" else Fuzzer)(
+                    run, program, args)
                 if fuzzer.fuzz():
                     failed = True
                     fuzzer.print_failure()

@@ -387,8 +387,8 @@ MUTANTS |= {
 MUTANTS |= {
     "sleep": Mutant(
         "whoever has nothing to do falls asleep", "12_sleep",
-        "if (Clock::now() - endpoint->last_completion < kSpin) {",
-        "if (Clock::now() - endpoint->last_completion < 1h) {",
+        "now - endpoint->last_completion < kSpin) {",
+        "now - endpoint->last_completion < 1h) {",
         "test_sleep.py test_asleep"),
     "sleep-empty-wakes": Mutant(
         "a descriptor that is always readable does not keep us busy", "12_sleep",
@@ -405,6 +405,104 @@ MUTANTS |= {
         "for (auto* list : {&clients, &leaving}) {",
         "for (auto* list : {&leaving}) {",
         "test_sleep.py test_woken and default"),
+    "crowd-in-flight": Mutant(
+        "no client has more than its share of the room for SENDs", "13_crowd",
+        "peer.in_flight < kMaxInFlight) {", "peer.in_flight < (kMaxInFlight << 30)) {",
+        "test_crowd.py test_deaf_client"),
+    "crowd-unanswered": Mutant(
+        "who asks and does not read is forgotten", "13_crowd",
+        "client.peer.in_flight >= kMaxUnanswered) {",
+        "client.peer.in_flight >= (kMaxUnanswered << 30)) {",
+        "test_crowd.py test_deaf_client"),
+    "crowd-remove": Mutant(
+        "what is in flight to a client that is forgotten is given up", "13_crowd",
+        "      mailbox.endpoint.RemovePeerAddress(peer.addr);\n", "",
+        "test_crowd.py test_deaf_client"),
+    "crowd-cleanup": Mutant(
+        "fi_av_remove closes the connection", "13_crowd",
+        'setenv("FI_AV_REMOVE_CLEANUP", "1", 0);', "",
+        "test_crowd.py test_deaf_client"),
+    "crowd-same-address": Mutant(
+        "an address stays as long as somebody has it", "13_crowd",
+        "entry.second.peer.addr == peer.addr && &entry.second != &client",
+        "entry.second.peer.addr == peer.addr && &entry.second == nullptr",
+        "test_crowd.py test_strangers_in_a_crowd"),
+    "crowd-nonce": Mutant(
+        "a server hears only who knows the nonce", "13_crowd",
+        "it->second.peer.nonce != base.nonce) return;", "false) return;",
+        "test_crowd.py test_strangers_in_a_crowd"),
+    "crowd-number": Mutant(
+        "a server hears only who knows the number", "13_crowd",
+        "    auto it = clients.find(base.number);\n",
+        "    auto it = std::find_if(clients.begin(), clients.end(), [&](auto& entry) {\n"
+        "      return entry.second.peer.nonce == base.nonce;\n    });\n",
+        "test_crowd.py test_strangers_in_a_crowd"),
+    "crowd-nonce-of-a-reply": Mutant(
+        "a client hears only who knows the nonce", "13_crowd",
+        "if (head.base.nonce != server.nonce) return;", "",
+        "test_crowd.py test_answers_of_strangers"),
+    "crowd-sequence": Mutant(
+        "a reply is that to the last request", "13_crowd",
+        "head.sequence == sequence && !reply", "!reply",
+        "test_crowd.py test_lies"),
+    "crowd-twice": Mutant(
+        "a reply comes once", "13_crowd",
+        "head.sequence == sequence && !reply", "head.sequence == sequence",
+        "test_crowd.py test_lies"),
+    "crowd-peer": Mutant(
+        "a peer is there as long as a SEND to it is in flight", "13_crowd",
+        "    return peer.in_flight == 0;\n", "    return true;\n",
+        "test_crowd.py test_gone_in_a_hurry"),
+    "crowd-blocked-gone": Mutant(
+        "nobody has a turn who has gone", "13_crowd",
+        "    std::erase(blocked, &peer);\n", "",
+        "test_crowd.py test_gone_in_a_hurry"),
+    "crowd-silent": Mutant(
+        "who is silent for long is forgotten", "13_crowd",
+        "client.heard_at > kForgetAfter) {", "client.heard_at > 1h) {",
+        "test_crowd.py test_forgotten"),
+    "crowd-blocked": Mutant(
+        "what had to wait is posted when there is room", "13_crowd",
+        "      mailbox.PostSends(*peer);\n", "",
+        "test_crowd.py test_by_hand"),
+    "crowd-key-size": Mutant(
+        "a key is no longer than its message", "13_crowd",
+        "request.key_size > std::min(kMaxKeySize, size) ||",
+        "request.key_size > kMaxKeySize ||",
+        "test_crowd.py test_requests_that_are_none"),
+    "crowd-value-size": Mutant(
+        "a value is no longer than it may be", "13_crowd",
+        "size - request.key_size > kMaxValueSize) {", "false) {",
+        "test_crowd.py test_requests_that_are_none"),
+    "crowd-address-size": Mutant(
+        "the length of an address is checked", "13_crowd",
+        "connect.addr_size > sizeof(connect.addr)", "false",
+        "test_crowd.py test_at_the_door_of_a_crowd"),
+    "crowd-store": Mutant(
+        "what has been deleted makes room", "13_crowd",
+        "      store_size -= old_size;\n", "",
+        "test_crowd.py test_full_store"),
+    "crowd-full": Mutant(
+        "the server takes no more clients than it has room for", "13_crowd",
+        "if (clients.size() > kMaxClients) {", "if (clients.size() > 99999) {",
+        "test_crowd.py test_full_server"),
+    "crowd-first-contact": Mutant(
+        "a client waits until its first message is seen", "13_crowd",
+        'WaitFor(client, "sending CONNECT", has_left, kContactGrace);', "",
+        "test_crowd.py test_interrupted_at_first_contact"),
+    "crowd-bye": Mutant(
+        "a crowd that is interrupted says BYE", "13_crowd",
+        "if (client.IsConnected()) client.SayBye();", "",
+        "test_crowd.py test_interrupted_crowd"),
+    "crowd-again": Mutant(
+        "a client that was forgotten begins anew", "13_crowd",
+        "if (now - client.asked_at > kForgetAfter / 2) {",
+        "if (client.asked_at == Clock::time_point{}) {",
+        "test_crowd.py test_rare_requests"),
+    "crowd-counted-once": Mutant(
+        "a client that begins anew is counted once", "13_crowd",
+        "if (!was_connected) {", "if (num_answered == 0) {",
+        "test_crowd.py test_rare_requests"),
 }
 
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.

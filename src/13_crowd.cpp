@@ -328,17 +328,6 @@ struct Buffer {
 // The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend };
 
-// Returns the name of an operation, for error messages.
-const char* NameOf(RdmaOpType type) {
-  switch (type) {
-    case RdmaOpType::kRecv:
-      return "RECV";
-    case RdmaOpType::kSend:
-      return "SEND";
-  }
-  return "";
-}
-
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
@@ -353,15 +342,6 @@ struct RdmaOp {
   uint64_t flags = 0;      // of a SEND: FI_DELIVERY_COMPLETE, where it matters
   std::string error = {};  // set at completion; empty if all went well
   bool in_flight = false;  // posted, and not yet completed
-
-  // Throws if the operation has failed.
-  void Check() const {
-    if (error.empty()) return;
-    std::string hint;
-    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
-    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
-                             hint);
-  }
 };
 
 // An endpoint, where operations are posted, and what belongs to it: a

@@ -445,10 +445,6 @@ MUTANTS |= {
         "a reply is that to the last request", "13_crowd",
         "head.sequence == sequence && !reply", "!reply",
         "test_crowd.py test_lies"),
-    "crowd-twice": Mutant(
-        "a reply comes once", "13_crowd",
-        "head.sequence == sequence && !reply", "head.sequence == sequence",
-        "test_crowd.py test_lies"),
     "crowd-peer": Mutant(
         "a peer is there as long as a SEND to it is in flight", "13_crowd",
         "    return peer.in_flight == 0;\n", "    return true;\n",

@@ -29,7 +29,7 @@ all_programs = pytest.mark.parametrize(
 # that comes too late would find its data in place already.
 ARGUMENTS = {"6_write": ["65536", "20"], "7_queue": ["65536", "100", "1"],
              "8_malloc": ["4"], "10_lock": ["1"], "11_rails": ["65536", "100", "1"],
-             "13_crowd": ["8", "20"]}
+             "13_crowd": ["3", "4"]}
 # Rarely is there room, what has been posted takes long, and RECVs complete in any
 # order. The device is an old one, as those beside A100 GPUs: it has no RDMA WRITE. A
 # long WRITE is a READ by the target, into a region that needs FI_RECV for it.

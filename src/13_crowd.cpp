@@ -900,7 +900,9 @@ struct Server {
     if (connect.addr_size > sizeof(connect.addr)) {
       throw BadMessage("its sizes do not fit together");
     }
-    if (clients.size() + leaving.size() >= 2 * kMaxClients) return;
+    if (clients.size() + leaving.size() >= 2 * kMaxClients) {
+      throw std::runtime_error("a CONNECT finds no room for one more record");
+    }
     Address addr(connect.addr, connect.addr + connect.addr_size);
     // Whoever begins anew, after a long silence, has an address here already.
     fi_addr_t peer_addr = FI_ADDR_UNSPEC;
@@ -1104,6 +1106,8 @@ struct Client {
     std::copy(addr.begin(), addr.end(), connect.addr);
     Start(connect);
   }
+
+  // Returns whether the server has accepted us.
   bool IsConnected() const { return server.number != 0; }
 
   // Asks for something; then `reply` comes.
@@ -1129,6 +1133,8 @@ struct Client {
     mailbox.Send(server, AppRequestMessage{{AppMessageType::kBye}}, {},
                  FI_DELIVERY_COMPLETE);
   }
+
+  // Returns whether nothing of ours waits or is in flight any more.
   bool HasLeft() const {
     return server.in_flight + server.unposted.size() == 0;
   }

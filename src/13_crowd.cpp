@@ -84,6 +84,7 @@ constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
 constexpr auto kIdlePause = 1ms;      // where nothing can wake us
 constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kConnectAgain = 1s;    // without an ACCEPT
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
 constexpr size_t kEmptyWakes = 64;    // in a row, then we pause
 constexpr size_t kMaxClients = 4000;  // of the server, those that leave too
@@ -1057,6 +1058,7 @@ struct Client {
   std::optional<AppMessageType> reply;  // to it, once it is there
   std::string value;                    // in the reply
   Clock::time_point asked_at;
+  Clock::time_point connect_at;  // when the last CONNECT was sent
   Mailbox mailbox;
 
   Client(Domain& domain, const Address& server_addr)
@@ -1099,12 +1101,18 @@ struct Client {
   void Connect() {
     server.nonce = std::random_device()();
     server.number = 0;
+    asked_at = Clock::now();
+    mailbox.endpoint.RestartSilence();
+    SendConnect();
+  }
+  void SendConnect() {
     const Address& addr = mailbox.endpoint.addr;
     AppConnectMessage connect = {};
     connect.base.type = AppMessageType::kConnect;
     connect.addr_size = static_cast<uint32_t>(addr.size());
     std::copy(addr.begin(), addr.end(), connect.addr);
-    Start(connect);
+    mailbox.Send(server, connect);
+    connect_at = Clock::now();
   }
 
   // Returns whether the server has accepted us.
@@ -1114,18 +1122,12 @@ struct Client {
   void Ask(AppMessageType type, const std::string& key,
            const std::string& value = {}) {
     reply.reset();
-    Start(
-        AppRequestMessage{
-            {type}, ++sequence, static_cast<uint32_t>(key.size())},
-        key + value);
-  }
-
-  // Sends what has to be answered.
-  template <typename T>
-  void Start(const T& head, std::string_view tail = {}) {
     asked_at = Clock::now();
     mailbox.endpoint.RestartSilence();
-    mailbox.Send(server, head, tail);
+    mailbox.Send(server,
+                 AppRequestMessage{
+                     {type}, ++sequence, static_cast<uint32_t>(key.size())},
+                 key + value);
   }
 
   // Tells the server that we want nothing more. It must arrive before we close.
@@ -1231,6 +1233,11 @@ struct CrowdClient {
         due_at = now + crowd.period * (client.server.nonce % 100) / 100;
       }
       was_connected = true;
+    }
+    // With a connection that the server has just given up, a CONNECT is lost.
+    if (state == State::kConnecting &&
+        now - client.connect_at > kConnectAgain) {
+      client.SendConnect();
     }
     if (state == State::kAsking && client.reply) {
       CheckReply();

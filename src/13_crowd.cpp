@@ -909,7 +909,10 @@ struct Server {
     fi_addr_t peer_addr = FI_ADDR_UNSPEC;
     for (Clients* list : {&clients, &leaving}) {
       for (auto& [number, client] : *list) {
-        if (client.addr == addr) peer_addr = client.peer.addr;
+        if (client.addr != addr) continue;
+        // A CONNECT that we have, sent again: its ACCEPT is on its way.
+        if (client.peer.nonce == connect.base.nonce) return;
+        peer_addr = client.peer.addr;
       }
     }
     if (peer_addr == FI_ADDR_UNSPEC) {
@@ -1105,6 +1108,8 @@ struct Client {
     mailbox.endpoint.RestartSilence();
     SendConnect();
   }
+
+  // Sends a CONNECT, perhaps again.
   void SendConnect() {
     const Address& addr = mailbox.endpoint.addr;
     AppConnectMessage connect = {};

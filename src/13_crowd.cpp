@@ -74,7 +74,7 @@ constexpr size_t kMaxStoreSize = 64 << 20;        // bytes, of keys and values
 constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kServerRecvCount = 256;          // RECVs, for all clients
 constexpr size_t kClientRecvCount = 4;            // RECVs, for the server
-constexpr size_t kSpareOps = 16;                  // rest before they are reused
+constexpr size_t kSpareOps = 256;                 // rest before they are reused
 constexpr size_t kCompletionQueueSize = 16384;    // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 64;  // entries read at a time
 
@@ -85,9 +85,11 @@ constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
 constexpr auto kIdlePause = 1ms;      // where nothing can wake us
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kConnectAgain = 1s;    // without an ACCEPT
+constexpr auto kConnectPause = 10ms;  // while enough others connect
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
 constexpr size_t kEmptyWakes = 64;    // in a row, then we pause
 constexpr size_t kMaxClients = 4000;  // of the server, those that leave too
+constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnanswered = 16;  // requests of one client
 constexpr size_t kMaxConnecting = 16;  // clients of a crowd, at a time
@@ -907,14 +909,18 @@ struct Server {
     Address addr(connect.addr, connect.addr + connect.addr_size);
     // Whoever begins anew, after a long silence, has an address here already.
     fi_addr_t peer_addr = FI_ADDR_UNSPEC;
+    size_t num_records = 0;  // with this address
     for (Clients* list : {&clients, &leaving}) {
       for (auto& [number, client] : *list) {
         if (client.addr != addr) continue;
         // A CONNECT that we have, sent again: its ACCEPT is on its way.
         if (client.peer.nonce == connect.base.nonce) return;
-        peer_addr = client.peer.addr;
+        ++num_records;
+        if (client.peer.addr != FI_ADDR_UNSPEC) peer_addr = client.peer.addr;
       }
     }
+    // Each record has a share of its own.
+    if (num_records >= kMaxRecords) throw BadMessage("one CONNECT too many");
     if (peer_addr == FI_ADDR_UNSPEC) {
       peer_addr = mailbox.endpoint.AddPeerAddress(addr);
     }
@@ -1272,7 +1278,10 @@ struct CrowdClient {
     if (num_answered == crowd.num_requests) return Leave();
     // The server may have forgotten us.
     if (now - client.asked_at > kForgetAfter / 2) {
-      if (crowd.num_connecting >= kMaxConnecting) return;
+      if (crowd.num_connecting >= kMaxConnecting) {
+        due_at = now + kConnectPause;
+        return;
+      }
       ++crowd.num_connecting;
       state = State::kConnecting;
       return client.Connect();

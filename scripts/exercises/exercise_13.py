@@ -27,7 +27,7 @@ def requests(server):
     count = -1
     while True:
         time.sleep(1.2)  # it tells every half second
-        lines = re.findall(r"^\d+ clients, (\d+) requests$", server.process.output, re.M)
+        lines = re.findall(r"^\d+ clients, (\d+) requests so far$", server.process.output, re.M)
         if int(lines[-1]) == count:
             return count
         count = int(lines[-1])
@@ -75,7 +75,7 @@ def test_requests_on_their_way(serve):
         client = server.start_client("1", "1000", "100", WINDOW="8")
         client.wait_for("^1 clients are connected")
         time.sleep(4)
-        line = server.process.wait_for(r"^1 clients, (\d+) requests$",
+        line = server.process.wait_for(r"^1 clients, (\d+) requests so far$",
                                        after=len(server.process.lines))
         server.process.signal(signal.SIGSTOP)
         time.sleep(2)

@@ -482,6 +482,10 @@ MUTANTS |= {
         "the server takes no more clients than it has room for", "13_crowd",
         "if (clients.size() > kMaxClients) {", "if (clients.size() > 99999) {",
         "test_crowd.py test_full_server"),
+    "crowd-records": Mutant(
+        "an address has a few records, and no more", "13_crowd",
+        "if (num_records >= kMaxRecords) throw", "if (num_records > 99999) throw",
+        "test_crowd.py test_full_server"),
     "crowd-first-contact": Mutant(
         "a client waits until its first message is seen", "13_crowd",
         'WaitFor(client, "sending CONNECT", has_left, kContactGrace);', "",

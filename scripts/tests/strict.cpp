@@ -747,13 +747,20 @@ void Progress(Endpoint& ep) {
       break;
     }
   }
-  while (!ep.ordered_held.empty() && ep.ordered_held.front()->due <= now) {
-    Piece* piece = ep.ordered_held.front();
-    ep.ordered_held.pop_front();
-    if (!Start(*piece)) {
-      ep.ordered_held.push_front(piece);
-      break;
+  // The order is that of the SENDs to one peer. Another peer's need not wait.
+  std::set<fi_addr_t> in_line;
+  for (size_t i = 0; i < ep.ordered_held.size();) {
+    Piece* piece = ep.ordered_held[i];
+    fi_addr_t peer = piece->op->addr;
+    auto place = ep.ordered_held.begin() + static_cast<ptrdiff_t>(i);
+    if (in_line.count(peer) == 0 && piece->due <= now) {
+      ep.ordered_held.erase(place);
+      if (Start(*piece)) continue;
+      place = ep.ordered_held.begin() + static_cast<ptrdiff_t>(i);
+      ep.ordered_held.insert(place, piece);
     }
+    in_line.insert(peer);
+    ++i;
   }
 }
 

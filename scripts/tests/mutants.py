@@ -485,7 +485,7 @@ MUTANTS |= {
     "crowd-records": Mutant(
         "an address has a few records, and no more", "13_crowd",
         "if (num_records >= kMaxRecords) throw", "if (num_records > 99999) throw",
-        "test_crowd.py test_full_server"),
+        "test_crowd.py test_many_conversations"),
     "crowd-first-contact": Mutant(
         "a client waits until its first message is seen", "13_crowd",
         'WaitFor(client, "sending CONNECT", has_left, kContactGrace);', "",

@@ -41,7 +41,9 @@ class Figure(typing.NamedTuple):
     desc: str
     mine: Lane
     theirs: Lane
-    arrows: list  # (class, from, to): down, or up for a reply, and for "CLASS up"
+    # (class, from, to): down, or up for a reply, and for "CLASS up"; "CLASS lost" ends in
+    # a cross on its way
+    arrows: list
     notes: list   # (when, line, words, class): between the lanes
 
 
@@ -225,7 +227,7 @@ FIGURES = {
         Lane("the client's, for a RECV",
              [(12, "flight", "in flight"), (132, "theirs", "full, and never read")],
              [(132, ["completion"], "bold")]),
-        [("wrong", 102, 196)],
+        [("wrong lost", 102, 196)],
         [(174, 1, "no RECV is left for it", "wrong")]),
 }
 
@@ -258,10 +260,15 @@ def draw_lane(lane, whose, y, above):
 
 
 def draw_arrow(kind, start, end, top):
-    kind, *up = kind.split()
+    kind, *rest = kind.split()
     edges = top + 1, top + GAP - 2
-    if up or kind == "reply":
+    if "up" in rest or kind == "reply":
         edges = top + GAP - 1, top + 2
+    if "lost" in rest:
+        x, y = start + (end - start) * 3 // 4, edges[0] + (edges[1] - edges[0]) * 3 // 4
+        bare = f'<path class="{kind}" style="marker-end: none"'
+        return (f'{bare} d="M{start},{edges[0]}L{x},{y}"/>\n'
+                f'  {bare} d="M{x - 7},{y - 7}l14,14M{x - 7},{y + 7}l14,-14"/>')
     return f'<path class="{kind}" d="M{start},{edges[0]}L{end},{edges[1]}"/>'
 
 

@@ -210,7 +210,8 @@ def test_all_links_down(network, serve_rails, client_of):
     assert re.search("^error: (waiting for the pages: nothing has happened for 10 s|"
                      "RECV failed)", client.output, re.M), client.output
     server.process.wait_for(
-        r"^\[1\] error: (no WRITE has completed for 10 s|WRITE failed)", 30)
+        r"^\[1\] error: (no WRITE has completed for 10 s|WRITE failed|"
+        "waiting for the client: nothing has happened for 10 s)", 30)
     for link in "link1", "link2":
         network.up(1, link)
     assert len(server.errors()) == 1

@@ -550,7 +550,8 @@ class Fuzzer:
 class CrowdSender(Sender):
     """A client of 13_crowd."""
 
-    lasting = False  # has begun a conversation that it does not end
+    lasting = None  # a conversation that it does not end before it goes
+    conversations = 0  # so far
 
     def connect(self):
         return Message("CONNECT of 13_crowd", nonce=self.nonce,
@@ -583,7 +584,8 @@ class CrowdFuzzer(Fuzzer):
             # As long as it lasts, the server does not give up the connection, and with
             # it what is on its way for the next conversation.
             sender.send(sender.connect().pack())
-            sender.lasting = sender.accepted() is not None
+            number = sender.accepted()
+            sender.lasting = number and (sender.nonce, number)
         for _ in range(rng.choice([0, 0, 2, 4, 8])):
             message = spoil(sender.connect(), rng, self.longest)
             # Not one that begins a conversation, which would last for 30 s: the server
@@ -591,6 +593,12 @@ class CrowdFuzzer(Fuzzer):
             # server would call there.
             if len(message) < 272 or message[:4] != struct.pack("<I", CONNECT):
                 self.send(sender, i, message, "stranger")
+        # An address has four records at most, and those that were refused last a while.
+        sender.conversations += 1
+        if sender.conversations > 3:
+            # The next sender may have the same address.
+            sender.send(Message("BYE of 13_crowd").in_session(*sender.lasting).pack())
+            raise Lost("its address has had its records")
         sender.nonce = rng.randrange(1, 2**32)
         sender.send(sender.connect().pack())
         self.count("sessions")

@@ -332,7 +332,7 @@ def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
         assert "nothing has happened for 3 s" in others.output
     assert deaf.popen.poll() is None
     if is_forgotten:
-        assert server.memory() < before + 20_000
+        assert server.memory() < before + 60_000  # KB; kept, they would be 170 MB
     deaf.popen.kill()
     if others_finish:
         server.stop()
@@ -606,7 +606,7 @@ def test_flood_of_bad_messages(run, serve, provider):
         server.process.wait_for("^error: bad message", count=1000)
         before = server.memory()
         server.check_client("20", "20")
-        assert server.memory() < before + 20_000
+        assert server.memory() < before + 60_000  # KB; kept, they would be 170 MB
     finally:
         stop.set()
         client.process.popen.kill()

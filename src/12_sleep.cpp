@@ -74,6 +74,7 @@ constexpr auto kSpin = 50us;          // of polling, before we sleep
 constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
 constexpr auto kIdlePause = 1ms;      // where nothing can wake us
+constexpr auto kMaxPause = 10ms;      // there, after a long silence
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
 constexpr auto kAskLimit = 3s;        // without one, that client has given up
@@ -542,26 +543,32 @@ struct Endpoint {
     std::vector<struct fid*> cqs;
     std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
     Clock::time_point now = Clock::now();
+    Clock::duration silence = Clock::duration::max();
+    bool can_be_woken = true;
     for (Endpoint* endpoint : endpoints) {
+      silence = std::min(silence, now - endpoint->last_completion);
       // The next message often comes at once, and being woken takes longer than
       // looking again. The peer may need this core to send it, though.
-      if (now >= domain.poll_at && now - endpoint->last_completion < kSpin) {
+      if (now >= domain.poll_at && silence < kSpin) {
         std::this_thread::yield();
         // A process that computes keeps it for ms, and would do so each time.
         if (Clock::now() - now > kSpin) domain.poll_at = now + kCrowded;
         return;
       }
       // Nothing tells us that there is room again.
-      if (endpoint->refused || endpoint->wait_fd < 0) limit = kIdlePause;
+      if (endpoint->refused || endpoint->wait_fd < 0) can_be_woken = false;
       endpoint->refused = false;
       if (endpoint->wait_fd < 0) continue;
       cqs.push_back(&endpoint->cq.ptr->fid);
       fds.push_back({endpoint->wait_fd, POLLIN, 0});
     }
+    // The longer nothing has come, the less often we look.
+    auto pause = std::clamp(
+        std::chrono::duration_cast<std::chrono::milliseconds>(silence / 64),
+        kIdlePause, kMaxPause);
+    if (!can_be_woken) limit = std::min(limit, pause);
     // A descriptor that is always readable lets nobody sleep.
-    if (++domain.empty_wakes > kEmptyWakes) {
-      std::this_thread::sleep_for(kIdlePause);
-    }
+    if (++domain.empty_wakes > kEmptyWakes) std::this_thread::sleep_for(pause);
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
     auto count = static_cast<int>(cqs.size());
@@ -956,7 +963,7 @@ void PrintClientCommand(const char* program, const Endpoint& endpoint) {
 // Prints whether the provider can wake us.
 void PrintSleep(const Endpoint& endpoint) {
   printf("%s\n", endpoint.wait_fd < 0
-                     ? "Nothing can wake us here: a pause of 1 ms instead."
+                     ? "Nothing can wake us here: pauses of 1 to 10 ms instead."
                      : "We sleep until the completion queue wakes us.");
 }
 

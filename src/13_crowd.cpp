@@ -70,7 +70,8 @@ constexpr size_t kMaxAddressSize = 256;           // bytes
 constexpr size_t kMaxKeySize = 64;                // bytes
 constexpr size_t kMaxValueSize = 1024;            // bytes
 constexpr size_t kMaxMessageSize = 2048;          // bytes
-constexpr size_t kMaxStoreSize = 64 << 20;        // bytes, of keys and values
+constexpr size_t kMaxStoreSize = 64 << 20;        // bytes, of all entries
+constexpr size_t kEntrySize = 128;                // bytes, beside key and value
 constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kServerRecvCount = 256;          // RECVs, for all clients
 constexpr size_t kClientRecvCount = 4;            // RECVs, for the server
@@ -83,12 +84,13 @@ constexpr auto kSpin = 50us;          // of polling, before we sleep
 constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
 constexpr auto kIdlePause = 1ms;      // where nothing can wake us
+constexpr auto kMaxPause = 10ms;      // there, after a long silence
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kConnectAgain = 1s;    // without an ACCEPT
 constexpr auto kConnectPause = 10ms;  // while enough others connect
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
 constexpr size_t kEmptyWakes = 64;    // in a row, then we pause
-constexpr size_t kMaxClients = 4000;  // of the server, those that leave too
+constexpr size_t kMaxClients = 4000;  // of the server; as many may be leaving
 constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnanswered = 16;  // requests of one client
@@ -542,26 +544,32 @@ struct Endpoint {
     std::vector<struct fid*> cqs;
     std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
     Clock::time_point now = Clock::now();
+    Clock::duration silence = Clock::duration::max();
+    bool can_be_woken = true;
     for (Endpoint* endpoint : endpoints) {
+      silence = std::min(silence, now - endpoint->last_completion);
       // The next message often comes at once, and being woken takes longer than
       // looking again. The peer may need this core to send it, though.
-      if (now >= domain.poll_at && now - endpoint->last_completion < kSpin) {
+      if (now >= domain.poll_at && silence < kSpin) {
         std::this_thread::yield();
         // A process that computes keeps it for ms, and would do so each time.
         if (Clock::now() - now > kSpin) domain.poll_at = now + kCrowded;
         return;
       }
       // Nothing tells us that there is room again.
-      if (endpoint->refused || endpoint->wait_fd < 0) limit = kIdlePause;
+      if (endpoint->refused || endpoint->wait_fd < 0) can_be_woken = false;
       endpoint->refused = false;
       if (endpoint->wait_fd < 0) continue;
       cqs.push_back(&endpoint->cq.ptr->fid);
       fds.push_back({endpoint->wait_fd, POLLIN, 0});
     }
+    // The longer nothing has come, the less often we look.
+    auto pause = std::clamp(
+        std::chrono::duration_cast<std::chrono::milliseconds>(silence / 64),
+        kIdlePause, kMaxPause);
+    if (!can_be_woken) limit = std::min(limit, pause);
     // A descriptor that is always readable lets nobody sleep.
-    if (++domain.empty_wakes > kEmptyWakes) {
-      std::this_thread::sleep_for(kIdlePause);
-    }
+    if (++domain.empty_wakes > kEmptyWakes) std::this_thread::sleep_for(pause);
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
     auto count = static_cast<int>(cqs.size());
@@ -693,6 +701,7 @@ struct Mailbox {
   std::vector<Buffer*> free_recv_bufs;  // those without a RECV
   std::deque<RdmaOp> arrivals;          // completed RECVs
   std::vector<Buffer*> free_send_bufs;  // those without a message
+  std::deque<Peer*> blocked;            // those with messages that wait
   Endpoint endpoint;
 
   Mailbox(Domain& open_domain, size_t recv_count)
@@ -719,6 +728,7 @@ struct Mailbox {
   // Posts what has to wait, and polls. Returns the number of completions.
   size_t Poll() {
     PostRecvs();
+    PostBlocked();
     return endpoint.PollCompletion();
   }
 
@@ -771,27 +781,38 @@ struct Mailbox {
                        },
                    .flags = flags};
     peer.unposted.push_back(std::move(send));
-    PostSends(peer);
+    if (peer.unposted.size() == 1) PostSends(peer);  // else it has its turn
   }
 
-  // Posts the SENDs to a peer that wait, in order, as far as libfabric has
-  // room. A peer that does not read must not use up the room of all others, so
-  // each has a share of it.
+  // Posts what waits. Each peer gets its turn, as often as the others.
+  void PostBlocked() {
+    for (size_t i = blocked.size(); i > 0; --i) {
+      Peer* peer = blocked.front();
+      blocked.pop_front();
+      PostSends(*peer);
+    }
+  }
+
+  // Posts the SENDs to a peer, in order, as far as libfabric has room; the rest
+  // waits for its turn. A peer that does not read must not use up the room of
+  // all others, so each has a share of it.
   void PostSends(Peer& peer) {
     while (!peer.unposted.empty() && peer.in_flight < kMaxInFlight) {
       ++peer.in_flight;  // before its callback, which Post may call
       if (!endpoint.Post(peer.unposted.front())) {
         --peer.in_flight;
-        return;
+        break;
       }
       peer.unposted.pop_front();
     }
+    if (!peer.unposted.empty()) blocked.push_back(&peer);
   }
 
   // Drops the SENDs to a peer that wait.
   void DropSends(Peer& peer) {
     for (RdmaOp& op : peer.unposted) free_send_bufs.push_back(op.buf);
     peer.unposted.clear();
+    std::erase(blocked, &peer);
   }
 };
 
@@ -808,7 +829,7 @@ void PrintClientCommand(const char* program, const Endpoint& endpoint) {
 // Prints whether the provider can wake us.
 void PrintSleep(const Endpoint& endpoint) {
   printf("%s\n", endpoint.wait_fd < 0
-                     ? "Nothing can wake us here: a pause of 1 ms instead."
+                     ? "Nothing can wake us here: pauses of 1 to 10 ms instead."
                      : "We sleep until the completion queue wakes us.");
 }
 
@@ -826,9 +847,8 @@ struct Server {
 
   Domain domain;
   Clients clients;
-  Clients leaving;            // with messages on their way; nobody hears them
-  std::deque<Peer*> blocked;  // peers with messages that wait
-  uint32_t last_number = 0;   // of a client
+  Clients leaving;           // with messages on their way; nobody hears them
+  uint32_t last_number = 0;  // of a client
   std::unordered_map<std::string, std::string> store;
   size_t store_size = 0;  // bytes
   size_t num_requests = 0;
@@ -856,28 +876,11 @@ struct Server {
     while (std::optional<Message> message = mailbox.Take()) {
       Try([&] { HandleMessage(*message); });
     }
-    // Each peer gets its turn, as often as the others.
-    for (size_t i = blocked.size(); i > 0; --i) {
-      Peer* peer = blocked.front();
-      blocked.pop_front();
-      mailbox.PostSends(*peer);
-      if (!peer->unposted.empty()) blocked.push_back(peer);
-    }
     if (Clock::now() - looked_at >= kMaxSleep) {
       looked_at = Clock::now();
       ForgetGone();
     }
     return completions;
-  }
-
-  // Sends a message to a client, now or when there is room.
-  template <typename T>
-  void Send(ServedClient& client, const T& head, std::string_view tail = {}) {
-    bool is_blocked = !client.peer.unposted.empty();
-    mailbox.Send(client.peer, head, tail);
-    if (!is_blocked && !client.peer.unposted.empty()) {
-      blocked.push_back(&client.peer);
-    }
   }
 
   // Handles a message. Throws if it cannot be right.
@@ -933,7 +936,7 @@ struct Server {
     if (clients.size() > kMaxClients) {
       return Refuse(client, "there are too many clients");
     }
-    Send(client, AppRequestMessage{{AppMessageType::kAccept}});
+    mailbox.Send(client.peer, AppRequestMessage{{AppMessageType::kAccept}});
   }
 
   // Does what a client asks for, and replies. Throws if it cannot be right.
@@ -954,29 +957,32 @@ struct Server {
     std::string value = message.substr(sizeof(request) + request.key_size);
     AppRequestMessage reply = {{AppMessageType::kDone}, request.sequence};
     auto it = store.find(key);
-    size_t old_size = it == store.end() ? 0 : key.size() + it->second.size();
+    size_t new_size = size + kEntrySize;
+    size_t old_size =
+        it == store.end() ? 0 : key.size() + it->second.size() + kEntrySize;
     if (type == AppMessageType::kPut) {
-      if (store_size - old_size + size > kMaxStoreSize) {
+      if (store_size - old_size + new_size > kMaxStoreSize) {
         reply.base.type = AppMessageType::kFull;
       } else {
-        store_size += size - old_size;
-        store[key] = value;
+        store_size += new_size - old_size;
+        store[key].swap(value);  // a copy might keep the memory of the old one
       }
     } else if (it == store.end()) {
       reply.base.type = AppMessageType::kNotFound;
     } else if (type == AppMessageType::kGet) {
-      return Send(client, reply, it->second);
+      return mailbox.Send(client.peer, reply, it->second);
     } else {
       store_size -= old_size;
       store.erase(it);
     }
-    Send(client, reply);
+    mailbox.Send(client.peer, reply);
   }
 
   // Tells a client why it gets nothing more.
   void Refuse(ServedClient& client, const std::string& reason) {
     fprintf(stderr, "[%u] refused: %s\n", client.peer.number, reason.c_str());
-    Send(client, AppRequestMessage{{AppMessageType::kRefused}}, reason);
+    mailbox.Send(client.peer, AppRequestMessage{{AppMessageType::kRefused}},
+                 reason);
     Leave(client, kContactGrace);
   }
 
@@ -1019,7 +1025,6 @@ struct Server {
       return false;
     }
     mailbox.DropSends(peer);
-    std::erase(blocked, &peer);
     // libfabric gives up what is in flight to an address that we remove.
     auto same = [&](auto& entry) {
       return entry.second.peer.addr == peer.addr && &entry.second != &client;
@@ -1078,7 +1083,6 @@ struct Client {
   // Polls and handles messages. Returns the number of completions. Throws if a
   // message could not be sent, or if we are refused.
   size_t Poll() {
-    mailbox.PostSends(server);
     size_t completions = mailbox.Poll();
     while (std::optional<Message> message = mailbox.Take()) {
       HandleMessage(*message);

@@ -387,14 +387,18 @@ MUTANTS |= {
 MUTANTS |= {
     "sleep": Mutant(
         "whoever has nothing to do falls asleep", "12_sleep",
-        "now - endpoint->last_completion < kSpin) {",
-        "now - endpoint->last_completion < 1h) {",
+        "now >= domain.poll_at && silence < kSpin) {",
+        "silence < 1h) {",
         "test_sleep.py test_asleep"),
     "sleep-empty-wakes": Mutant(
         "a descriptor that is always readable does not keep us busy", "12_sleep",
-        "if (++domain.empty_wakes > kEmptyWakes) {",
-        "if (++domain.empty_wakes == 0) {",
+        "if (++domain.empty_wakes > kEmptyWakes) std",
+        "if (++domain.empty_wakes == 0) std",
         "test_sleep.py test_asleep"),
+    "sleep-long-pause": Mutant(
+        "after a long silence the pauses are longer", "12_sleep",
+        "kIdlePause, kMaxPause);", "kIdlePause, kIdlePause);",
+        "test_sleep.py test_long_pauses"),
     "sleep-signal": Mutant(
         "a signal ends a sleep that is about to begin", "12_sleep",
         "  eventfd_write(g_wake_fd, 1);  // wakes a loop that is about to fall asleep\n",
@@ -459,7 +463,7 @@ MUTANTS |= {
         "test_crowd.py test_forgotten"),
     "crowd-blocked": Mutant(
         "what had to wait is posted when there is room", "13_crowd",
-        "      mailbox.PostSends(*peer);\n", "",
+        "      PostSends(*peer);\n", "      blocked.push_back(peer);\n",
         "test_crowd.py test_many_at_once"),
     "crowd-key-size": Mutant(
         "a key is no longer than it may be", "13_crowd",
@@ -474,6 +478,10 @@ MUTANTS |= {
         "the length of an address is checked", "13_crowd",
         "connect.addr_size > sizeof(connect.addr)", "false",
         "test_crowd.py test_at_the_door_of_a_crowd"),
+    "crowd-tiny-entries": Mutant(
+        "an entry without a value takes room as well", "13_crowd",
+        "size_t new_size = size + kEntrySize;", "size_t new_size = size;",
+        "test_crowd.py test_tiny_entries"),
     "crowd-store": Mutant(
         "what has been deleted makes room", "13_crowd",
         "      store_size -= old_size;\n", "",
@@ -523,8 +531,8 @@ MUTANTS |= {
         "test_strict.py test_rules and 12_sleep and default"),
     "strict-refused": Mutant(
         "what there was no room for is posted again without a wake-up", "12_sleep",
-        "if (endpoint->refused || endpoint->wait_fd < 0) limit",
-        "if (endpoint->wait_fd < 0) limit",
+        "if (endpoint->refused || endpoint->wait_fd < 0) can",
+        "if (endpoint->wait_fd < 0) can",
         "test_sleep.py test_woken_once"),
     "strict-last-write": Mutant(
         "the last WRITE waits for all others", "7_queue",

@@ -52,7 +52,7 @@ T Setting(const char* name, T value) {
   return text == nullptr ? value : T(atoll(text));
 }
 """
-SETTINGS = ["kMaxStoreSize", "kSilenceLimit", "kForgetAfter", "kMaxClients",
+SETTINGS = ["kMaxStoreSize", "kEntrySize", "kSilenceLimit", "kForgetAfter", "kMaxClients",
             "kMaxInFlight", "kMaxUnanswered"]
 # With DEAF, a client of a crowd asks and asks, and looks at nothing any more. With
 # FLOOD, it does look, but does not wait for the answers.
@@ -62,7 +62,7 @@ MISBEHAVE = """
       for (int i = 0; i < 100 && client.server.unposted.size() < 4; ++i) {
         client.Ask(AppMessageType::kGet, key);
       }
-      client.mailbox.PostSends(client.server);
+      client.mailbox.PostBlocked();
       if (!deaf) client.mailbox.Poll();
       while (!deaf && client.mailbox.Take()) continue;
       if (client.sequence / 5000 != (client.sequence - 100) / 5000) {
@@ -192,7 +192,7 @@ def test_many_at_once(run, serve, provider):
 @pytest.mark.builds("plain")
 def test_full_store(run, serve_variant):
     """Who stores more than there is room for is told so, and what was there stays."""
-    server = serve_variant(kMaxStoreSize=1000)
+    server = serve_variant(kMaxStoreSize=1000, kEntrySize=0)
     client = CrowdGuest(run, server)
     assert client.open_session().type == ACCEPT
 
@@ -216,6 +216,24 @@ def test_full_store(run, serve_variant):
     full = server.start_client("put", "c", "v" * 1000)
     assert full.wait() == 1
     assert full.output.endswith("error: the server has no room for it\n")
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+def test_tiny_entries(run, serve_variant):
+    """Entries without a value take room as well."""
+    server = serve_variant(kMaxStoreSize=1000)
+    client = CrowdGuest(run, server)
+    assert client.open_session().type == ACCEPT
+    answers = [client.ask(STORE, bytes([i])).type for i in range(8)]
+    assert answers == [DONE] * 7 + [FULL]
+    # An empty value gives back the room of what was there.
+    for key in range(7):
+        assert client.ask(DELETE, bytes([key])).type == DONE
+    assert client.ask(STORE, b"a", b"v" * 800).type == DONE
+    assert client.ask(STORE, b"b", b"v" * 800).type == FULL
+    assert client.ask(STORE, b"a", b"").type == DONE
+    assert client.ask(STORE, b"b", b"v" * 600).type == DONE
     server.stop()
 
 

@@ -2,6 +2,7 @@
 tests of all programs; test_data sends 1000 texts over each provider."""
 
 import os
+import re
 import shutil
 import signal
 import time
@@ -22,7 +23,7 @@ PROGRAM = "12_sleep"
 WAKES = {"tcp;ofi_rxm": True, "tcp": True, "net": True, "sockets": True, "shm": False,
          "udp;ofi_rxd": False}
 # Who sleeps takes nothing. That of net is always readable, once there is a connection:
-# a pause after each look takes 1 to 2 % of a core, and no pause half of one.
+# pauses take less than 1 % of a core, and no pause half of one.
 SLEEPY = 0.05
 # A client that leaves before its first message was seen would end a server over shm.
 STOPPABLE = [provider for provider in PROVIDERS if provider != "shm"]
@@ -66,6 +67,23 @@ def test_asleep(run, serve):
     check_asleep([server.process for server in servers])
     for server in servers:
         server.stop()
+
+
+def test_long_pauses(run, serve):
+    """Where nothing wakes a server, it looks every 10 ms after two thirds of a second."""
+    server = serve(PROGRAM, "shm")
+    FakeClient(run, server).open_session()
+    time.sleep(1)
+
+    def pauses():
+        with open(f"/proc/{server.process.popen.pid}/status") as file:
+            return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", file.read(), re.M)[1])
+
+    before, started = pauses(), time.monotonic()
+    time.sleep(2)
+    # A busy machine only makes them longer.
+    assert 0 < (pauses() - before) / (time.monotonic() - started) <= 130
+    server.stop()
 
 
 @not_over_verbs("the adapter of a process that is stopped still answers")

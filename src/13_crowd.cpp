@@ -692,6 +692,9 @@ struct Peer {
   std::deque<RdmaOp> unposted;  // SENDs that wait for room
   size_t in_flight = 0;         // SENDs
   std::string error;            // of the first SEND that has failed
+
+  // Returns how many SENDs wait or are in flight.
+  size_t Unsent() const { return unposted.size() + in_flight; }
 };
 
 // An endpoint, and messages from and to any number of peers.
@@ -949,7 +952,7 @@ struct Server {
         size - request.key_size > kMaxValueSize) {
       throw BadMessage("its type or its sizes");
     }
-    if (client.peer.unposted.size() + client.peer.in_flight >= kMaxUnanswered) {
+    if (client.peer.Unsent() >= kMaxUnanswered) {
       return Forget(client, "it asks and does not read");
     }
     ++num_requests;
@@ -1009,7 +1012,11 @@ struct Server {
       }
     }
     for (auto it = leaving.begin(); it != leaving.end();) {
-      it = HasLeft(it->second) ? leaving.erase(it) : std::next(it);
+      ServedClient& client = it->second;
+      if (client.peer.Unsent() == 0 || Clock::now() >= client.leave_at) {
+        GiveUp(client);
+      }
+      it = client.peer.Unsent() == 0 ? leaving.erase(it) : std::next(it);
     }
     std::string status = std::to_string(clients.size()) + " clients, " +
                          std::to_string(num_requests) + " requests so far";
@@ -1017,25 +1024,20 @@ struct Server {
     printed = status;
   }
 
-  // Returns whether nothing of a client is in flight any more.
-  bool HasLeft(ServedClient& client) {
+  // Drops what waits for a client, and has libfabric give up what is in flight.
+  void GiveUp(ServedClient& client) {
     Peer& peer = client.peer;
-    if (Clock::now() < client.leave_at &&
-        peer.unposted.size() + peer.in_flight > 0) {
-      return false;
-    }
     mailbox.DropSends(peer);
-    // libfabric gives up what is in flight to an address that we remove.
+    if (peer.addr == FI_ADDR_UNSPEC) return;
+    // An address that we remove must not be that of another record.
     auto same = [&](auto& entry) {
       return entry.second.peer.addr == peer.addr && &entry.second != &client;
     };
-    if (peer.addr != FI_ADDR_UNSPEC &&
-        std::none_of(clients.begin(), clients.end(), same) &&
+    if (std::none_of(clients.begin(), clients.end(), same) &&
         std::none_of(leaving.begin(), leaving.end(), same)) {
       mailbox.endpoint.RemovePeerAddress(peer.addr);
     }
     peer.addr = FI_ADDR_UNSPEC;
-    return peer.in_flight == 0;
   }
 };
 
@@ -1152,9 +1154,7 @@ struct Client {
   }
 
   // Returns whether nothing of ours waits or is in flight any more.
-  bool HasLeft() const {
-    return server.in_flight + server.unposted.size() == 0;
-  }
+  bool HasLeft() const { return server.Unsent() == 0; }
 };
 
 // Waits until something is there from the server. Throws if nothing comes.

@@ -415,8 +415,8 @@ MUTANTS |= {
         "test_crowd.py test_deaf_client"),
     "crowd-unanswered": Mutant(
         "who asks and does not read is forgotten", "13_crowd",
-        "client.peer.in_flight >= kMaxUnanswered) {",
-        "client.peer.in_flight >= (kMaxUnanswered << 30)) {",
+        "client.peer.Unsent() >= kMaxUnanswered) {",
+        "client.peer.Unsent() >= (kMaxUnanswered << 30)) {",
         "test_crowd.py test_deaf_client"),
     "crowd-remove": Mutant(
         "what is in flight to a client that is forgotten is given up", "13_crowd",
@@ -451,7 +451,7 @@ MUTANTS |= {
         "test_crowd.py test_lies"),
     "crowd-peer": Mutant(
         "a peer is there as long as a SEND to it is in flight", "13_crowd",
-        "    return peer.in_flight == 0;\n", "    return true;\n",
+        "client.peer.Unsent() == 0 ? leaving", "true ? leaving",
         "test_crowd.py test_gone_in_a_hurry"),
     "crowd-blocked-gone": Mutant(
         "nobody has a turn who has gone", "13_crowd",

@@ -26,7 +26,7 @@ mount -t sysfs sys sys
 mount -t devtmpfs dev dev
 mkdir -p dev/pts dev/shm
 mount -t devpts devpts dev/pts
-for folder in dev/shm run tmp; do mount -t tmpfs tmpfs "$folder"; done
+for folder in dev/shm run; do mount -t tmpfs tmpfs "$folder"; done
 mkdir -p lib/modules
 mount --bind "/root$(value kernel)/lib/modules" lib/modules
 out=$(value out)

@@ -175,13 +175,13 @@ FIGURES = {
         "Who owns it now? A ledger, and the swap that makes it everybody's",
         """Time runs from left to right, in two lanes. A client changes a ledger in its own
         registered memory, which is its own until it posts the WRITE, and again with the
-        completion. The WRITE goes aside, into a ledger of the server's table that is scratch
+        completion. So is the buffer of the swap, later. The WRITE goes aside, into a ledger of the server's table that is scratch
         paper and that only this client writes. It stays this client's when it has been
         written. Then the client posts a swap of the word that names the valid ledger. The swap
         makes the ledger everybody's: all clients may READ it, and none may change it. The
         completion of the swap says whether the word was what the client expected. If not, the
         ledger is still scratch paper.""",
-        Lane("the client's own copy",
+        Lane("the ledger's, then the swap's",
              [(12, "mine", "mine"), (72, "flight", "WRITE"), (172, "mine", "mine"),
               (226, "flight", "swap"), (372, "mine", "mine")],
              [(72, ["post"], "bold"), (172, ["completion"], "bold", 1),

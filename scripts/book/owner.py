@@ -204,7 +204,7 @@ FIGURES = {
         Lane("a page of the server's",
              [(12, "mine", "mine"), (76, "flight", "on rail A"), (228, "flight", "on rail B"),
               (324, "mine", "mine")],
-             [(76, ["post", "on A"], "bold"), (228, ["4 s of silence:", "post on B"], "bold"),
+             [(76, ["post", "on A"], "bold"), (228, ["4 s of silence:", "close A,", "post on B"], "bold"),
               (324, ["completion"], "bold")]),
         Lane("its place at the client",
              [(12, "mine", "lent"), (76, "flight", "in flight"),

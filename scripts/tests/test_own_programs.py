@@ -144,6 +144,31 @@ class Queue:
         return [*map(int, re.findall(r"\d+", last)), not last.startswith("error: ")]
 
 
+def copies():
+    """The blocks in which a page has the reader copy a program and change the copy."""
+    found = []
+    for name in chapters.chapters(ROOT):
+        for block in chapters.Page(ROOT, f"chapters/{name}.md").blocks:
+            text = "\n".join(block.lines)
+            if block.info == "sh" and "cp src/" in text and "sed -i" in text:
+                found.append(pytest.param(text, id=name))
+    return found
+
+
+@pytest.mark.parametrize("commands", copies())
+def test_copy(tmp_path, commands):
+    """Such a copy differs from its program, and can be made."""
+    shutil.copy(f"{ROOT}/Makefile", tmp_path)
+    shutil.copytree(f"{ROOT}/src", tmp_path / "src")
+    original, copy = re.search(r"cp src/(\w+)\.cpp src/(\w+)\.cpp", commands).groups()
+    change, _, _ = commands.partition("\nmake ")
+    subprocess.run(["sh", "-ec", change], cwd=tmp_path, check=True)
+    source = (tmp_path / f"src/{copy}.cpp").read_text()
+    assert source != (tmp_path / f"src/{original}.cpp").read_text()
+    subprocess.run(["make", "-s", copy, "CXXFLAGS=-O0", "CUDA_HOME="], cwd=tmp_path,
+                   check=True)
+
+
 def test_queue(run, tmp_path):
     """One consumer is killed at its work. Another one takes the job over, and each job
     is done once."""

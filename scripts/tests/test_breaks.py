@@ -76,15 +76,21 @@ def test_4_hello_knows_no_sender(run, tmp_path):
 @ends_in_a_rendezvous
 def test_5_reverse_killed(run, tmp_path):
     """A client that is killed while it stands still: the server notices the silence,
-    says what is in flight to it, and goes on."""
+    says what is in flight to it, and goes on. A client that is only late: over shm it
+    reads memory of the server that the server has back."""
     page = Page(ROOT, "chapters/5_reverse.md")
     new, printed = ["\n".join(block.lines) for block in page.blocks
                     if block.info == "text" and "SENDs in flight" in block.lines[0]]
     source = read(f"{ROOT}/src/5_reverse.cpp")
     old = re.search(r'^ *PrintLine\(stderr, client->number, "error: [^;]*;\n', source,
                     re.M)[0]
+    at_end, = ["\n".join(block.lines) for block in page.blocks
+               if block.info == "text" and "~Buffer" in block.lines[0]]
+    constructor = re.search(r'^ *"fi_mr_regattr of [^;]*;\n  }\n', source, re.M)[0]
     (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "5_reverse.cpp").write_text(source.replace(old, f"{old}{new}\n"))
+    (tmp_path / "src" / "5_reverse.cpp").write_text(
+        source.replace(old, f"{old}{new}\n")
+        .replace(constructor, f"{constructor}{at_end}\n"))
     shutil.copy(f"{ROOT}/Makefile", tmp_path)
     make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0", "build/5_reverse")
     server = Server(run, f"{tmp_path}/build", "5_reverse",
@@ -100,6 +106,17 @@ def test_5_reverse_killed(run, tmp_path):
     server.process.wait_for(r"^\[1\] error: ", 30)
     if "shm" in PROVIDERS:
         server.process.wait_for(f"^{re.escape(printed)}$")
+        # Nobody reads what this one prints before the server has closed.
+        late = subprocess.Popen([server.path, server.address, "x" * 65528],
+                                stdout=subprocess.PIPE,
+                                env={**os.environ, "FI_PROVIDER": "shm"})
+        try:
+            server.process.wait_for(r"^\[3\] SENDs in flight: 1$", 30)
+            time.sleep(2)
+            assert late.communicate(timeout=30)[0].endswith(b": " + b"#" * 65528 + b"\n")
+        finally:
+            late.kill()
+            late.wait()
     server.check_client()
     server.stop()
 

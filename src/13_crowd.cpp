@@ -93,7 +93,7 @@ constexpr size_t kEmptyWakes = 64;    // in a row, then we pause
 constexpr size_t kMaxClients = 4000;  // of the server; as many may be leaving
 constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
-constexpr size_t kMaxUnanswered = 16;  // requests of one client
+constexpr size_t kMaxUnsent = 16;     // SENDs to one peer, with those that wait
 constexpr size_t kMaxConnecting = 16;  // clients of a crowd, at a time
 
 // ---------------------------------------------------------------------------
@@ -952,7 +952,7 @@ struct Server {
         size - request.key_size > kMaxValueSize) {
       throw BadMessage("its type or its sizes");
     }
-    if (client.peer.Unsent() >= kMaxUnanswered) {
+    if (client.peer.Unsent() >= kMaxUnsent) {
       return Forget(client, "it asks and does not read");
     }
     ++num_requests;

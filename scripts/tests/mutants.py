@@ -413,10 +413,10 @@ MUTANTS |= {
         "no client has more than its share of the room for SENDs", "13_crowd",
         "peer.in_flight < kMaxInFlight) {", "peer.in_flight < (kMaxInFlight << 30)) {",
         "test_crowd.py test_deaf_client"),
-    "crowd-unanswered": Mutant(
+    "crowd-unsent": Mutant(
         "who asks and does not read is forgotten", "13_crowd",
-        "client.peer.Unsent() >= kMaxUnanswered) {",
-        "client.peer.Unsent() >= (kMaxUnanswered << 30)) {",
+        "client.peer.Unsent() >= kMaxUnsent) {",
+        "client.peer.Unsent() >= (kMaxUnsent << 30)) {",
         "test_crowd.py test_deaf_client"),
     "crowd-remove": Mutant(
         "what is in flight to a client that is forgotten is given up", "13_crowd",

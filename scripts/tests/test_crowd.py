@@ -53,7 +53,7 @@ T Setting(const char* name, T value) {
 }
 """
 SETTINGS = ["kMaxStoreSize", "kEntrySize", "kSilenceLimit", "kForgetAfter", "kMaxClients",
-            "kMaxInFlight", "kMaxUnanswered"]
+            "kMaxInFlight", "kMaxUnsent"]
 # With DEAF, a client of a crowd asks and asks, and looks at nothing any more. With
 # FLOOD, it does look, but does not wait for the answers.
 MISBEHAVE = """
@@ -320,8 +320,8 @@ NO_LIMIT = 1 << 20
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("limits,is_forgotten,others_finish", [
     ({}, True, True),
-    ({"kMaxUnanswered": NO_LIMIT}, False, True),
-    ({"kMaxUnanswered": NO_LIMIT, "kMaxInFlight": NO_LIMIT}, False, False)],
+    ({"kMaxUnsent": NO_LIMIT}, False, True),
+    ({"kMaxUnsent": NO_LIMIT, "kMaxInFlight": NO_LIMIT}, False, False)],
     ids=["limits", "in flight", "no limits"])
 def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
     """A client that asks and reads no answer has no more than its share of the room

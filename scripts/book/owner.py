@@ -104,7 +104,7 @@ FIGURES = {
              [(62, ["request"], "bold"), (384, ["notification"], "bold")]),
         [("data", 116, 172), ("reply", 182, 250), ("data", 266, 368), ("reply", 376, 426)],
         [(142, 2, "7 pages", "end"), (208, 0, "in place", "end"),
-         (306, 1, "page and", "end"), (306, 2, "number", "end")]),
+         (300, 1, "page and", "end"), (300, 2, "number", "end")]),
     7: Figure(
         "Who owns it now? A page that waits in pending_ops",
         """Time runs from left to right, in two lanes. The server's page is the server's until

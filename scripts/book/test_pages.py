@@ -567,7 +567,7 @@ def test_map(browser):
 def test_keys(browser):
     browser.open("6_write.html")
     browser.press(Keys.ARROW_RIGHT)
-    browser.until("location.pathname.endsWith('/7_queue.html')")
+    browser.until("location.pathname.endsWith('/6_gpu.html')")
     browser.press(Keys.ARROW_LEFT)
     browser.until("location.pathname.endsWith('/6_write.html')")
     browser.script("scrollTo(0, 0)")
@@ -599,7 +599,7 @@ def test_search(browser):
     field.send_keys(Keys.ARROW_DOWN)
     assert browser.script("return document.activeElement.closest('li') !== null")
     browser.driver.switch_to.active_element.send_keys(Keys.ENTER)
-    browser.until("/\\d+_\\w+\\.html/.test(location.pathname) && location.hash")
+    browser.until("/(\\d+|appendix)_\\w+\\.html/.test(location.pathname) && location.hash")
 
 
 # Words of a transcript, of a command, of a figure and of a program; and what the text calls

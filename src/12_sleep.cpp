@@ -568,7 +568,9 @@ struct Endpoint {
         kIdlePause, kMaxPause);
     if (!can_be_woken) limit = std::min(limit, pause);
     // A descriptor that is always readable lets nobody sleep.
-    if (++domain.empty_wakes > kEmptyWakes) std::this_thread::sleep_for(pause);
+    if (++domain.empty_wakes > kEmptyWakes) {
+      std::this_thread::sleep_for(std::min(limit, pause));
+    }
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
     auto count = static_cast<int>(cqs.size());

@@ -569,7 +569,9 @@ struct Endpoint {
         kIdlePause, kMaxPause);
     if (!can_be_woken) limit = std::min(limit, pause);
     // A descriptor that is always readable lets nobody sleep.
-    if (++domain.empty_wakes > kEmptyWakes) std::this_thread::sleep_for(pause);
+    if (++domain.empty_wakes > kEmptyWakes) {
+      std::this_thread::sleep_for(std::min(limit, pause));
+    }
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
     auto count = static_cast<int>(cqs.size());
@@ -874,7 +876,7 @@ struct Server {
   // Handles the messages that have come. All of them, so that whoever sends bad
   // ones holds up nobody. Returns the number of completions.
   size_t Poll() {
-    size_t completions = 1;
+    size_t completions = 0;
     Try([&] { completions = mailbox.Poll(); });
     while (std::optional<Message> message = mailbox.Take()) {
       Try([&] { HandleMessage(*message); });
@@ -1307,8 +1309,9 @@ struct CrowdClient {
     }
   }
 
-  // Says BYE.
+  // Says BYE, once.
   void Leave() {
+    if (state == State::kLeaving || state == State::kGone) return;
     leave_at = Clock::now() + kContactGrace;
     state = State::kLeaving;
     if (client.IsConnected()) client.SayBye();

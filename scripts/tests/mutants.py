@@ -392,8 +392,8 @@ MUTANTS |= {
         "test_sleep.py test_asleep"),
     "sleep-empty-wakes": Mutant(
         "a descriptor that is always readable does not keep us busy", "12_sleep",
-        "if (++domain.empty_wakes > kEmptyWakes) std",
-        "if (++domain.empty_wakes == 0) std",
+        "if (++domain.empty_wakes > kEmptyWakes) {",
+        "if (++domain.empty_wakes == 0) {",
         "test_sleep.py test_asleep"),
     "sleep-long-pause": Mutant(
         "after a long silence the pauses are longer", "12_sleep",
@@ -502,6 +502,10 @@ MUTANTS |= {
         "a crowd that is interrupted says BYE", "13_crowd",
         "if (client.IsConnected()) client.SayBye();", "",
         "test_crowd.py test_interrupted_crowd"),
+    "crowd-gone": Mutant(
+        "a client that has gone says no second BYE", "13_crowd",
+        "    if (state == State::kLeaving || state == State::kGone) return;\n", "",
+        "test_crowd.py test_interrupted_late"),
     "crowd-again": Mutant(
         "a client that was forgotten begins anew", "13_crowd",
         "if (now - client.asked_at > kForgetAfter / 2) {",

@@ -92,12 +92,12 @@ class Page:
             found.append(program)
         return found
 
-    @functools.cached_property
-    def own(self):
+    def own(self, line):
         """The patch that a page without a program has the reader apply, which makes a
-        program of one's own. Excerpts may be from that."""
-        applied = OWN_PATCH.search(self.text)
-        return applied[1] if applied and not self.program else None
+        program of one's own: the last one above this line. Excerpts may be from that."""
+        above = "\n".join(self.text.split("\n")[:line - 1])
+        applied = OWN_PATCH.findall(above)
+        return applied[-1][0] if applied and not self.program else None
 
     @property
     def before(self):
@@ -198,7 +198,7 @@ def check_blocks(page):
             messages.append(page.message(
                 block.line - 1, f'a block of "{block.info}"; there may be: '
                                 + ", ".join(INFOS)))
-        elif (block.info in CPP and not page.program and not page.own
+        elif (block.info in CPP and not page.program and not page.own(block.line)
               and not is_whole(block)):
             messages.append(page.message(
                 block.line - 1, "C++ without a program that it could be from"))
@@ -260,12 +260,13 @@ def find(part, lines, start):
     return -1
 
 
-def check_parts(page, parts, program):
-    """The parts stand in the program, each in one piece, and in this order. Each
-    is a list of (number of the line in the page, line)."""
-    path = page.own if page.own else f"src/{program}.cpp"
+def check_parts(page, parts, program, own=None):
+    """The parts stand in the program, or in what a patch of one's own makes, each in
+    one piece, and in this order. Each is a list of (number of the line in the page,
+    line)."""
+    path = own or f"src/{program}.cpp"
     try:
-        text = patched(path, page.root) if page.own else read(f"{page.root}/{path}")
+        text = patched(own, page.root) if own else read(f"{page.root}/{path}")
         source = [line.rstrip() for line in text.split("\n")]
     except FileNotFoundError:
         return [f"{page.path}: there is no {path}"]
@@ -294,13 +295,15 @@ LONGEST = 80
 def check_excerpts(page):
     """C++ stands in the chapter's program, letter for letter."""
     messages = []
-    for block in page.blocks if page.program or page.own else []:
-        if block.info not in CPP or not page.program and is_whole(block):
+    for block in page.blocks:
+        own = page.own(block.line)
+        if (block.info not in CPP or not page.program and not own
+                or not page.program and is_whole(block)):
             continue
         parts = [list(enumerate(part, block.line + index)) for index, part
                  in split(block.lines, lambda line: line.strip() == "// ...")
                  if part]
-        messages += check_parts(page, parts, page.program)
+        messages += check_parts(page, parts, page.program, own)
         if not parts:
             messages.append(page.message(block.line, "an excerpt of nothing"))
         messages += [page.message(part[0][0], f"{len(part)} lines in one piece")

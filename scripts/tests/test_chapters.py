@@ -269,6 +269,22 @@ def test_excerpts_of_ones_own(tmp_path):
         found = Page(tmp_path, page)
         assert chapters.check_blocks(found) == chapters.check_targets(found) == []
         assert chapters.check_excerpts(found) == messages
+    # A second one: an excerpt is from the last one above it, and none above the first.
+    own = tmp_path / "scripts/own"
+    (own / "more.patch").write_text(
+        (own / "mine.patch").read_text().replace("mine", "more"))
+    second = text.replace("mine", "more")
+    for blocks, messages in [
+            ([text, "  mine();", second, "  more();"], []),
+            ([text, "  more();", second, "  mine();"], [
+                f'{page}:9: not in scripts/own/mine.patch: "  more();"',
+                f'{page}:20: not in scripts/own/more.patch: "  mine();"'])]:
+        (tmp_path / page).write_text("\n".join(
+            block if block.startswith("#") else f"```cpp\n{block}\n```\n"
+            for block in blocks))
+        assert chapters.check_excerpts(Page(tmp_path, page)) == messages
+    (tmp_path / page).write_text(f"```cpp\n  mine();\n```\n{text}")
+    assert len(chapters.check_blocks(Page(tmp_path, page))) == 1
 
 
 def test_programs_are_a_tree(tmp_path):

@@ -452,7 +452,7 @@ MUTANTS |= {
     "crowd-peer": Mutant(
         "a peer is there as long as a SEND to it is in flight", "13_crowd",
         "client.peer.Unsent() == 0 ? leaving", "true ? leaving",
-        "test_crowd.py test_gone_in_a_hurry"),
+        "test_crowd.py test_deaf_and_forgotten"),
     "crowd-blocked-gone": Mutant(
         "nobody has a turn who has gone", "13_crowd",
         "    std::erase(blocked, &peer);\n", "",
@@ -502,10 +502,6 @@ MUTANTS |= {
         "a crowd that is interrupted says BYE", "13_crowd",
         "if (client.IsConnected()) client.SayBye();", "",
         "test_crowd.py test_interrupted_crowd"),
-    "crowd-gone": Mutant(
-        "a client that has gone says no second BYE", "13_crowd",
-        "    if (state == State::kLeaving || state == State::kGone) return;\n", "",
-        "test_crowd.py test_interrupted_late"),
     "crowd-again": Mutant(
         "a client that was forgotten begins anew", "13_crowd",
         "if (now - client.asked_at > kForgetAfter / 2) {",

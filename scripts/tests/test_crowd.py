@@ -55,11 +55,13 @@ T Setting(const char* name, T value) {
 SETTINGS = ["kMaxStoreSize", "kEntrySize", "kSilenceLimit", "kForgetAfter", "kMaxClients",
             "kMaxInFlight", "kMaxUnsent"]
 # With DEAF, a client of a crowd asks and asks, and looks at nothing any more. With
-# FLOOD, it does look, but does not wait for the answers.
+# FLOOD, it does look, but does not wait for the answers. With SLOWLY, it asks no faster
+# than a server can answer as long as there is room.
 MISBEHAVE = """
     bool deaf = getenv("DEAF") != nullptr;
     if (client.sequence >= 2 && (deaf || getenv("FLOOD") != nullptr)) {
-      for (int i = 0; i < 100 && client.server.unposted.size() < 4; ++i) {
+      int most = getenv("SLOWLY") != nullptr ? 5 : 100;
+      for (int i = 0; i < most && client.server.unposted.size() < 4; ++i) {
         client.Ask(AppMessageType::kGet, key);
       }
       client.mailbox.PostBlocked();
@@ -354,6 +356,22 @@ def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
     deaf.popen.kill()
     if others_finish:
         server.stop()
+
+
+@not_over_verbs("an adapter has no such queues")
+@pytest.mark.builds("sanitized")
+def test_deaf_and_forgotten(run, serve, variants):
+    """What is in flight to a deaf client completes after the server has forgotten it. Its
+    record is there until then."""
+    server = serve(PROGRAM)
+    deaf = run([f"{variants}/{PROGRAM}", server.address, "1", "1000"], "", **DEAF,
+               SLOWLY="1")
+    server.process.wait_for(r"^\[1\] forgotten: it asks and does not read", 60)
+    server.check_client("3", "3")
+    server.process.wait_for("^0 clients, ", 20)
+    deaf.popen.kill()
+    server.check_client("3", "3")
+    server.stop()
 
 
 @pytest.mark.builds("plain")

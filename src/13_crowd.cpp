@@ -83,13 +83,13 @@ constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
 constexpr auto kSpin = 50us;          // of polling, before we sleep
 constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
-constexpr auto kIdlePause = 1ms;      // where nothing can wake us
-constexpr auto kMaxPause = 10ms;      // there, after a long silence
+constexpr auto kIdlePause = 500us;    // where nothing can wake us
+constexpr auto kMaxPause = 20ms;      // there, after a long silence
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kConnectAgain = 1s;    // without an ACCEPT
 constexpr auto kConnectPause = 10ms;  // while enough others connect
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
-constexpr size_t kEmptyWakes = 64;    // in a row, then we pause
+constexpr size_t kEmptyWakes = 16;    // in a row, then we pause
 constexpr size_t kMaxClients = 4000;  // of the server; as many may be leaving
 constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
@@ -539,7 +539,7 @@ struct Endpoint {
   // one domain), when a signal has come, or after `limit`. Just after a
   // completion it returns at once.
   static void Sleep(const std::vector<Endpoint*>& endpoints,
-                    std::chrono::milliseconds limit = kMaxSleep) {
+                    Clock::duration limit = kMaxSleep) {
     Domain& domain = endpoints.front()->domain;
     std::vector<struct fid*> cqs;
     std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
@@ -563,22 +563,22 @@ struct Endpoint {
       cqs.push_back(&endpoint->cq.ptr->fid);
       fds.push_back({endpoint->wait_fd, POLLIN, 0});
     }
-    // The longer nothing has come, the less often we look.
-    auto pause = std::clamp(
-        std::chrono::duration_cast<std::chrono::milliseconds>(silence / 64),
-        kIdlePause, kMaxPause);
-    if (!can_be_woken) limit = std::min(limit, pause);
     // A descriptor that is always readable lets nobody sleep.
-    if (++domain.empty_wakes > kEmptyWakes) {
+    if (!can_be_woken || ++domain.empty_wakes > kEmptyWakes) {
+      // The longer nothing has come, the less often we look.
+      auto pause =
+          std::clamp<Clock::duration>(silence / 64, kIdlePause, kMaxPause);
       std::this_thread::sleep_for(std::min(limit, pause));
+      return;
     }
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
     auto count = static_cast<int>(cqs.size());
-    int ret = count > 0 ? fi_trywait(domain.fabric, cqs.data(), count) : 0;
+    int ret = fi_trywait(domain.fabric, cqs.data(), count);
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_trywait");
-    ret = poll(fds.data(), fds.size(), static_cast<int>(limit.count()));
+    auto timeout = std::chrono::ceil<std::chrono::milliseconds>(limit);
+    ret = poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
     if (ret == 0) domain.empty_wakes = 0;  // it was sleep
   }
 
@@ -833,9 +833,10 @@ void PrintClientCommand(const char* program, const Endpoint& endpoint) {
 
 // Prints whether the provider can wake us.
 void PrintSleep(const Endpoint& endpoint) {
-  printf("%s\n", endpoint.wait_fd < 0
-                     ? "Nothing can wake us here: pauses of 1 to 10 ms instead."
-                     : "We sleep until the completion queue wakes us.");
+  printf("%s\n",
+         endpoint.wait_fd < 0
+             ? "Nothing can wake us here: pauses of up to 20 ms instead."
+             : "We sleep until the completion queue wakes us.");
 }
 
 // A client of the server.
@@ -1355,8 +1356,7 @@ int CrowdMain(const Address& server_addr, Crowd crowd) {
       printf("%zu clients are connected.\n", crowd.num_clients);
     }
     if (completions > 0) continue;
-    auto limit = std::chrono::ceil<std::chrono::milliseconds>(wake_at - now);
-    Endpoint::Sleep(waiting, std::max(limit, 0ms));
+    Endpoint::Sleep(waiting, std::max(wake_at - now, Clock::duration(0)));
   }
   CheckInterrupted();
   double seconds = std::chrono::duration<double>(Clock::now() - start).count();

@@ -392,8 +392,8 @@ MUTANTS |= {
         "test_sleep.py test_asleep"),
     "sleep-empty-wakes": Mutant(
         "a descriptor that is always readable does not keep us busy", "12_sleep",
-        "if (++domain.empty_wakes > kEmptyWakes) {",
-        "if (++domain.empty_wakes == 0) {",
+        "|| ++domain.empty_wakes > kEmptyWakes) {",
+        "|| ++domain.empty_wakes == 0) {",
         "test_sleep.py test_asleep"),
     "sleep-long-pause": Mutant(
         "after a long silence the pauses are longer", "12_sleep",

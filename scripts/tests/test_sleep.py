@@ -70,10 +70,10 @@ def test_asleep(run, serve):
 
 
 def test_long_pauses(run, serve):
-    """Where nothing wakes a server, it looks every 10 ms after two thirds of a second."""
+    """Where nothing wakes a server, it looks every 20 ms after 1.3 s of silence."""
     server = serve(PROGRAM, "shm")
     FakeClient(run, server).open_session()
-    time.sleep(1)
+    time.sleep(1.5)
 
     def pauses():
         with open(f"/proc/{server.process.popen.pid}/status") as file:
@@ -82,7 +82,7 @@ def test_long_pauses(run, serve):
     before, started = pauses(), time.monotonic()
     time.sleep(2)
     # A busy machine only makes them longer.
-    assert 0 < (pauses() - before) / (time.monotonic() - started) <= 130
+    assert 0 < (pauses() - before) / (time.monotonic() - started) <= 65
     server.stop()
 
 

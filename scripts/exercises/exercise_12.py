@@ -25,11 +25,7 @@ def test_pace(serve, provider):
     the processor's time."""
     server = serve("12_sleep", provider)
     client = server.start_client("hello", "4")
-    status = client.popen.poll()
-    while status is None and "The text is correct." not in client.output:
-        time.sleep(0.01)
-        status = client.popen.poll()
-    assert status is None, client.output
+    client.wait_for("^The text is correct.")
     start, used = time.monotonic(), cpu_seconds(client)
     time.sleep(2)
     assert client.popen.poll() is None, "it is faster than it should be"
@@ -56,11 +52,7 @@ def test_signal(serve):
     """A signal ends the wait, however long it still is."""
     server = serve("12_sleep")
     client = server.start_client("hello", "5000")
-    status = client.popen.poll()
-    while status is None and "The text is correct." not in client.output:
-        time.sleep(0.01)
-        status = client.popen.poll()
-    assert status is None, client.output
+    client.wait_for("^The text is correct.")
     time.sleep(0.5)
     start = time.monotonic()
     client.signal(signal.SIGINT)

@@ -522,12 +522,12 @@ MUTANTS |= {
 MUTANTS |= {
     "strict-trywait": Mutant(
         "nobody sleeps without asking whether that is safe", "12_sleep",
-        "int ret = count > 0 ? fi_trywait(domain.fabric, cqs.data(), count) : 0;",
+        "int ret = fi_trywait(domain.fabric, cqs.data(), count);",
         "int ret = count * 0;",
         "test_sleep.py test_woken_once"),
     "strict-no-trywait": Mutant(
         "nobody asks where nothing can wake us", "12_sleep",
-        "int ret = count > 0 ?", "int ret = count >= 0 ?",
+        "if (!can_be_woken || ++", "if (++",
         "test_strict.py test_rules and 12_sleep and default"),
     "strict-refused": Mutant(
         "what there was no room for is posted again without a wake-up", "12_sleep",

@@ -379,20 +379,6 @@ TABLE = {
         bad_sessions=BAD_TABLES,
         work=base(JOIN),
         most_added=100),
-    "11_rails": Entry(
-        success="Data is correct.",
-        long=["1048576", "200", "100000"],
-        wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS},
-        sizes=[["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
-        quick=["65536", "100", "3"],
-        short=["4096", "10", "1"],
-        others=["65536", "100", "3"],
-        long_begun="^.*RandomFill.*=1048576",
-        imm_data=True,
-        once=["65536", "100", "1"],
-        bad_sessions={**bad_fills(fill_repeatedly, 32), **BAD_REPEATS},
-        work=fill_repeatedly(1 << 20, indices=[0] * 20),
-        fill=fill_repeatedly),
     "12_sleep": Entry(
         success="Of 1000 answers, half took up to ",
         long=["x" * 60000],
@@ -418,3 +404,7 @@ TABLE = {
         bad_sessions=BAD_CROWDS,
         most_removed=40),
 }
+
+# It asks for the same as 7_queue, through several adapters.
+TABLE["11_rails"] = TABLE["7_queue"]._replace(
+    wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS}, every_provider=False)

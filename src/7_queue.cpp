@@ -1643,9 +1643,9 @@ void CudaCopy(void* to, const void* from, size_t size) {
 }
 
 // Makes data that an adapter has written visible to the GPU. The completion is
-// in host memory and the data in GPU memory, and PCI Express may have brought
-// the completion first. Call it between the completion and the use of the data.
-// Does nothing if the GPU keeps that order by itself. Returns false if it does
+// in host memory and the data in GPU memory, where work that is running may
+// still see old data. Call it between the completion and the use of the data.
+// Does nothing if the GPU keeps the order by itself. Returns false if it does
 // not, and there is no way to ask for it.
 bool CudaFlushWrites(int gpu) {
   int ordering = 0;

@@ -1256,8 +1256,8 @@ void SendError(Session& session, const std::string& text) {
 }
 
 // Sends the numbers of chunks or of slots, and clears them. While an earlier
-// message is on its way, they wait, and others join them. So however many there
-// are, they don't use up the other side's RECVs.
+// message is on its way, they wait, and others join them, so that few messages
+// take many numbers.
 void SendNumbers(Session& session, AppMessageType type,
                  std::vector<uint32_t>& numbers) {
   if (numbers.empty() || session.unsent > 0) return;

@@ -19,6 +19,7 @@ from repository import make, number, numbered, parent, patched, programs
 FENCE = re.compile(r"^(\s*)(`{3,}|~{3,})\s*([^\s`]*)[^`]*$")
 CODE_SPAN = re.compile(r"(`+)(?!`)((?!\n\s*\n).)+?(?<!`)\1(?!`)", re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
+LINKED = re.compile(r"\]\(\.\./(src/\w+\.cpp)\)")
 OWN_PATCH = re.compile(r"(?m)^git apply (scripts/own/(\w+)\.patch)\b")
 
 
@@ -93,11 +94,14 @@ class Page:
         return found
 
     def own(self, line):
-        """The patch that a page without a program has the reader apply, which makes a
-        program of one's own: the last one above this line. Excerpts may be from that."""
+        """What the excerpts of a page without a program may be from: the patch that it
+        has the reader apply, which makes a program of one's own, or else a program that
+        it links to; the last one above this line."""
+        if self.program:
+            return None
         above = "\n".join(self.text.split("\n")[:line - 1])
-        applied = OWN_PATCH.findall(above)
-        return applied[-1][0] if applied and not self.program else None
+        found = [path for path, *_ in OWN_PATCH.findall(above)]
+        return (found or LINKED.findall(above) or [None])[-1]
 
     @property
     def before(self):
@@ -266,7 +270,8 @@ def check_parts(page, parts, program, own=None):
     line)."""
     path = own or f"src/{program}.cpp"
     try:
-        text = patched(own, page.root) if own else read(f"{page.root}/{path}")
+        text = (patched(own, page.root) if path.endswith(".patch")
+                else read(f"{page.root}/{path}"))
         source = [line.rstrip() for line in text.split("\n")]
     except FileNotFoundError:
         return [f"{page.path}: there is no {path}"]

@@ -285,6 +285,14 @@ def test_excerpts_of_ones_own(tmp_path):
         assert chapters.check_excerpts(Page(tmp_path, page)) == messages
     (tmp_path / page).write_text(f"```cpp\n  mine();\n```\n{text}")
     assert len(chapters.check_blocks(Page(tmp_path, page))) == 1
+    # Or of a program that it links to.
+    for line, messages in [("  first();", []), ("  mine();", [
+            f'{page}:4: not in src/4_hello.cpp: "  mine();"'])]:
+        (tmp_path / page).write_text(
+            f"[Hello](../src/4_hello.cpp)\n\n```cpp\n{line}\n```\n")
+        found = Page(tmp_path, page)
+        assert chapters.check_blocks(found) == []
+        assert chapters.check_excerpts(found) == messages
 
 
 def test_programs_are_a_tree(tmp_path):

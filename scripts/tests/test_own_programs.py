@@ -119,10 +119,10 @@ class Made:
     """What a patch of scripts/own makes, perhaps with a change: its server, and clients
     for it. `env` is what both get."""
 
-    def __init__(self, run, folder, name, old="", new="", **env):
-        source = patched(f"scripts/own/{name}.patch")
+    def __init__(self, run, folder, name, old="", new="", source="", **env):
+        source = source or patched(f"scripts/own/{name}.patch")
         assert not old or source.count(old) == 1
-        (folder / "src").mkdir()
+        (folder / "src").mkdir(parents=True)
         (folder / f"src/{name}.cpp").write_text(
             source.replace(old, new) if old else source)
         shutil.copy(f"{ROOT}/Makefile", folder)
@@ -161,6 +161,82 @@ RULES = r"^strict: seen .* rules broken: (\d+) "
 
 # ---- A feed ----
 
+def cut(source, first, last, new):
+    """The source with something else for all from `first` through `last`."""
+    assert source.count(first) == 1, first
+    at = source.index(first)
+    end = source.index(last, at) + len(last)
+    return source[:at] + new + source[end:]
+
+
+def typed_feed():
+    """What 7_queue becomes as a reader of the page types it: after each of its steps, and
+    in the end."""
+    with open(f"{ROOT}/chapters/appendix_own.md") as file:
+        page = file.read()
+    page = page[page.index("## A feed"):page.index("## Is it right?")]
+    blocks = re.findall(r"(?ms)^```cpp\n(.*?)^```$", page)
+    (limits, message, items, head, poll, work, emplace, client, main,
+     usage), credits = blocks[:10], blocks[10:]
+    with open(f"{ROOT}/src/7_queue.cpp") as file:
+        source = file.read()
+    for line, added in ("constexpr size_t kMaxWaiting", limits), ("  kProgress", message):
+        source = re.sub(rf"(?m)^{line}.*\n", lambda match: match[0] + added, source)
+    comment = "// A client, and what it asks of the server"
+    source = source.replace(comment, items + "\n" + comment)
+    yield source
+    source = cut(source, comment, "session(domain) {}\n", head)
+    source = cut(source, "  ~ServedClient", "  }\n\n", "")
+    source = cut(source, "  size_t Poll() {", "== State::kWrite;\n  }\n", poll + "|")
+    source = cut(source, "|\n  // Compares each value", "\n};\n", "\n" + work)
+    before, server = source.split("int ServerMain", 1)
+    source = before + "int ServerMain" + server.replace("GetInfoWithGpu", "GetInfo", 1)
+    source = source.replace("  size_t memory_left = kMaxTransfer;\n", "")
+    source = cut(source, "        clients.emplace_back(", ";\n", emplace)
+    yield source
+    source = cut(source, "// Asks the server to fill our memory", "  return 0;\n}\n", client)
+    source = cut(source, "    if (args.size() > 4)", "total_repeat);\n", main)
+    source = cut(source, '    "  7_queue ADDRESS', '500).\\n"\n', usage)
+    source = source.replace('"  7_queue', '"  feed')
+    yield source
+    source = re.sub(r"(?m)^(  kRandomFill|  kProgress|constexpr auto kReportPeriod).*\n",
+                    "", source)
+    source = cut(source, "// RANDOM_FILL", "uint64_t access);\n", "")
+    source = source.replace("Info GetInfoWithGpu();\n", "", 1)
+    source = cut(source, "constexpr size_t kMaxPageSize", "kWritesPerPoll = 16;\n", "")
+    for block in credits:
+        for piece in re.split(r"(?m)^// \.\.\.\n", block):
+            source, places = re.subn(r"(?m)^ *// \.\.\.\n", lambda _: piece, source,
+                                     count=1)
+            assert places == 1, piece
+    assert "// ..." not in source
+    yield source
+
+
+def without_comments(source):
+    return [line for line in (re.sub("//.*", "", line).strip()
+                              for line in source.split("\n")) if line]
+
+
+def test_feed_from_the_page(run, tmp_path):
+    """It compiles after each step. Without credits, the sum of more items than slots is
+    wrong. With them, it is the patch's."""
+    *steps, last = typed_feed()
+    assert without_comments(last) == without_comments(patched("scripts/own/feed.patch"))
+    for number, source in enumerate(steps, 1):
+        made = Made(run, tmp_path / str(number), "feed", source=source)
+        if number == 2:
+            client = made.start()  # it is still that of 7_queue
+            assert client.wait() == 1
+            assert "refused: bad message: so many slots or items" in client.output
+        if number == 3:
+            client = made.start("8", "8")
+            assert client.wait() == 0 and "The sum is correct." in client.output
+            client = made.start("8", "2000")
+            assert client.wait() == 1 and "the sum is not correct" in client.output
+        made.stop()
+
+
 def test_feed(run, tmp_path):
     """Each item comes once, and as it was made, on a network without order."""
     feed = Made(run, tmp_path, "feed", **strict(run))
@@ -176,13 +252,34 @@ def test_feed(run, tmp_path):
 def test_feed_without_ours(run, tmp_path):
     """The sum is right all the same, but strict.so finds it."""
     # The server hears of its WRITEs late, and its client of everything at once.
-    feed = Made(run, tmp_path, "feed", "!slots[i].ours || ", "", **strict(run),
-                STRICT_CQ_DELAY_US="50000")
+    feed = Made(run, tmp_path, "feed", "      if (!slots[i].ours) continue;\n", "",
+                **strict(run), STRICT_CQ_DELAY_US="50000")
     client = feed.start("8", "500", STRICT_CQ_DELAY_US="0", STRICT_DELAY_US="0")
     assert client.wait() == 0, client.output
     feed.stop()
     assert re.search(r"VIOLATION of change: WRITE of 4096 bytes: changed while in flight",
                      feed.server.output), feed.server.output
+
+
+def test_feed_without_credit(run, tmp_path):
+    """The server finds it, and strict.so does not."""
+    feed = Made(run, tmp_path, "feed", "      if (!slots[i].credit) continue;\n", "",
+                **strict(run))
+    client = feed.start("8", "300")
+    assert client.wait() == 1
+    assert "the server has refused: bad message: no such credit" in client.output
+    feed.stop()
+    for process in feed.server, client:
+        assert re.findall(RULES, process.output, re.M) == ["0"], process.output
+
+
+def test_feed_with_too_many_items(run, tmp_path):
+    """A client that asks for more than is offered is refused."""
+    feed = Made(run, tmp_path, "feed", "request.num_items = num_items;",
+                "request.num_items = kMaxItems + 1;")
+    client = feed.start("8", "8")
+    assert client.wait() == 1
+    assert "refused: bad message: so many slots or items" in client.output
 
 
 def test_feed_with_false_credit(run, tmp_path):
@@ -274,6 +371,9 @@ def test_copy(tmp_path, commands):
     shutil.copy(f"{ROOT}/Makefile", tmp_path)
     shutil.copytree(f"{ROOT}/src", tmp_path / "src")
     original, copy = re.search(r"cp src/(\w+)\.cpp src/(\w+)\.cpp", commands).groups()
+    if original not in PROGRAMS:
+        (tmp_path / f"src/{original}.cpp").write_text(
+            patched(f"scripts/own/{original}.patch"))
     change, _, _ = commands.partition("\nmake ")
     subprocess.run(["sh", "-ec", change], cwd=tmp_path, check=True)
     source = (tmp_path / f"src/{copy}.cpp").read_text()

@@ -172,6 +172,10 @@ MUTANTS = {
         "an RdmaOp rests before it is used again", "7_queue",
         "while (free_ops.size() < kSpareOps) {", "while (free_ops.empty()) {",
         "test_strict.py test_receipt_fails and 7_queue"),
+    "second-report": Mutant(
+        "a second report about a RECV leaves the WRITE in its record alone", "6_write",
+        "if ((entry.flags & FI_RECV) &&\n", "if (false &&\n",
+        "test_strict.py test_receipt_fails and 6_write"),
     "printable": Mutant(
         "no text turns the direction of a terminal", "4_hello",
         "(character < 0x2028 || character > 0x202e) &&", "",

@@ -245,11 +245,16 @@ def agreement(part, lines, at):
     return count
 
 
+def is_gap(line):
+    """Whether the line stands for others: `// ...`, or `// (1)`, which comes later."""
+    return re.fullmatch(r"// (\.\.\.|\(\d+\))", line.strip()) is not None
+
+
 def excerpt(block):
     """The parts of an excerpt or a diff as they stand in the chapter's program, each
     with the index of its first line in the block. None for other blocks."""
     if block.info in CPP:
-        return split(block.lines, lambda line: line.strip() == "// ...")
+        return split(block.lines, is_gap)
     if block.info == "diff":
         return [(at, [line[1:] for line in part if not line.startswith("-")])
                 for at, part in split(block.lines, lambda line: line.strip() == "...")]
@@ -306,8 +311,7 @@ def check_excerpts(page):
                 or not page.program and is_whole(block)):
             continue
         parts = [list(enumerate(part, block.line + index)) for index, part
-                 in split(block.lines, lambda line: line.strip() == "// ...")
-                 if part]
+                 in split(block.lines, is_gap) if part]
         messages += check_parts(page, parts, page.program, own)
         if not parts:
             messages.append(page.message(block.line, "an excerpt of nothing"))

@@ -204,12 +204,11 @@ def typed_feed():
     source = cut(source, "// RANDOM_FILL", "uint64_t access);\n", "")
     source = source.replace("Info GetInfoWithGpu();\n", "", 1)
     source = cut(source, "constexpr size_t kMaxPageSize", "kWritesPerPoll = 16;\n", "")
-    for block in credits:
-        for piece in re.split(r"(?m)^// \.\.\.\n", block):
-            source, places = re.subn(r"(?m)^ *// \.\.\.\n", lambda _: piece, source,
-                                     count=1)
-            assert places == 1, piece
-    assert "// ..." not in source
+    pieces = re.split(r"(?m)^// \((\d+)\)\n", "".join(credits))[1:]
+    for number, piece in zip(pieces[::2], pieces[1::2]):
+        source, places = re.subn(rf"(?m)^ *// \({number}\)\n", lambda _: piece, source)
+        assert places == 1, number
+    assert not re.search(r"// \(\d", source)
     yield source
 
 

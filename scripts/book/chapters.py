@@ -611,9 +611,10 @@ def check_targets(page):
     commands += [(line, command) for line, command, output in transcripts(page)
                  if command and not output]
     # A program of the reader's own, which the page has copied, or made by a patch.
-    own = re.findall(r"(?m)^cp src/\w+\.cpp src/(\w+)\.cpp$",
+    own = re.findall(r"(?m)^(?:cp src/\w+\.cpp |.* > )src/(\w+)\.cpp$",
                      "\n".join(command for _, command in commands))
     own += [name for _, name in OWN_PATCH.findall(page.text)]
+    own += [f"build/cuda/{name}" for name in own]
     messages = []
     for line, command in commands:
         if not MAKE.match(command):

@@ -5,6 +5,7 @@
 //
 // Based on 7_queue.
 
+#include <fcntl.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -75,16 +76,15 @@ constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
-constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
-constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
-constexpr auto kContactGrace = 1s;    // for a first or last message
-constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
-constexpr auto kAskLimit = 3s;        // without one, that client has given up
-constexpr auto kTellAfter = 100ms;    // in line, a client is told to wait
-constexpr size_t kMaxClients = 8;     // that are served at a time
-constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
-constexpr size_t kMaxRails = 64;      // of a client; more are not accepted
+constexpr auto kSilenceLimit = 10s;  // then we give up
+constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;   // for a first or last message
+constexpr auto kAskPeriod = 1s;      // in line, then a client is to ask again
+constexpr auto kTellTime = 2s;       // from one endpoint, see WaitingLine
+constexpr size_t kMaxClients = 8;    // that are served at a time
+constexpr size_t kMaxWaiting = 256;  // clients that wait to be served
+constexpr size_t kMaxRails = 4;      // of a client, at each of our adapters
 
 constexpr size_t kMaxPageSize = 16 << 20;     // bytes
 constexpr size_t kMaxTransfer = 512 << 20;    // bytes, all pages of all clients
@@ -100,8 +100,10 @@ constexpr size_t kMaxOutstandingBytes = 16 << 20;
 // to wait for what the slowest one has taken.
 constexpr size_t kMaxOutstandingRailBytes = 512 << 10;
 
-// For rails that have not been accepted, after another one has.
+// For rails that have not been accepted, after another one has; and for the
+// answer at an address, before we try another one.
 constexpr auto kRailGrace = 2s;
+constexpr auto kAnswerLimit = 3s;
 
 // A rail has failed if nothing completes on it for so long, and for as long as
 // the slowest link that we can think of takes for what is in flight.
@@ -502,9 +504,8 @@ struct Endpoint {
   std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
   uint64_t eagain_count = 0;        // how many times it had none (-FI_EAGAIN)
 
-  Address addr;  // our own
-  // When anything but a SEND has last completed.
-  Clock::time_point last_completion = Clock::now();
+  Address addr;                                   // our own
+  Clock::time_point silent_since = Clock::now();  // see CheckSilence
   // Called with the immediate data of a WRITE from the other side, once that
   // WRITE has arrived. It belongs to no operation of ours.
   std::function<void(uint32_t)> on_imm_data;
@@ -545,17 +546,28 @@ struct Endpoint {
     addr.resize(length);
   }
 
+  // Returns whether an address can be one of our provider's.
+  bool IsLikeOurs(const Address& address) const {
+    uint32_t format = domain.info->addr_format;
+    // One that is a name ends with a zero byte and begins as ours does.
+    if (format == FI_ADDR_STR) {
+      return !address.empty() && address.back() == 0 &&
+             address.front() == addr.front();
+    }
+    // Any other is as long as ours. An internet address begins with its family,
+    // and libfabric would expect another family of all addresses after it.
+    bool internet = format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
+    return address.size() == addr.size() &&
+           std::equal(addr.begin(), addr.begin() + (internet ? 2 : 0),
+                      address.begin());
+  }
+
   // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
   // that does not exist shows later, as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
-    // An address that is a name ends with a zero byte and begins as ours does.
-    // Any other address is as long as ours.
-    bool fits = domain.info->addr_format == FI_ADDR_STR
-                    ? !address.empty() && address.back() == 0 &&
-                          address.front() == addr.front()
-                    : address.size() == addr.size();
     fi_addr_t peer = FI_ADDR_UNSPEC;
-    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+    if (!IsLikeOurs(address) ||
+        fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
       throw std::runtime_error("\"" + ToHex(address) +
                                "\" is not an address of provider " +
                                domain.info->fabric_attr->prov_name +
@@ -649,7 +661,6 @@ struct Endpoint {
         // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
         if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
             !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          RestartSilence();
           if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
           continue;
         }
@@ -672,8 +683,9 @@ struct Endpoint {
     RdmaOp done = std::move(*op);
     op->in_flight = false;
     free_ops.push_back(op);
-    // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) RestartSilence();
+    // A SEND may complete on this side alone, and a RECV take anybody's message:
+    // they say nothing about the peer.
+    if (done.OneSided() && error.empty()) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -709,14 +721,14 @@ struct Endpoint {
     Complete(entry.op_context, 0, error);
   }
 
-  // Begins to count the time without a completion anew.
-  void RestartSilence() { last_completion = Clock::now(); }
+  // Begins to count the silence anew.
+  void RestartSilence() { silent_since = Clock::now(); }
 
-  // Throws if nothing has completed for too long: some providers never report
+  // Throws after too long a silence of the peer: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
   void CheckSilence(const char* what,
                     std::chrono::seconds limit = kSilenceLimit) const {
-    if (Clock::now() - last_completion < limit) return;
+    if (Clock::now() - silent_since < limit) return;
     throw std::runtime_error(
         std::string(what) + ": nothing has happened for " +
         std::to_string(limit.count()) +
@@ -735,7 +747,7 @@ enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
-  kWait = 4,     // server: there is no place for you yet; ask again in a second
+  kWait = 4,     // server: I can't serve you yet; ask again
   kRefused = 5,  // server: I end this session; followed by the reason
 
   kRandomFill = 6,  // client: fill my memory
@@ -819,9 +831,7 @@ struct Session {
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
-  // Client: when to ask for a place again; max() until a WAIT tells us to.
-  Clock::time_point ask_at = Clock::time_point::max();
-  bool waiting = false;  // client: has been told to
+  bool waiting = false;        // client: has been told to
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
@@ -858,13 +868,10 @@ struct Session {
     }
     AppMessageBase base = BaseOf(message);
     if (base.nonce != nonce) return Take();
-    if (base.type == AppMessageType::kWait) {  // may come after the ACCEPT
-      ask_at = Clock::now() + kAskPeriod;
-      return Take();
-    }
+    endpoint.RestartSilence();
     if (base.type == AppMessageType::kRefused) {
       throw std::runtime_error("the server has refused: " +
-                               Printable(message.substr(sizeof(base))));
+                               Printable(message.c_str() + sizeof(base)));
     }
     return message;
   }
@@ -934,73 +941,83 @@ struct Session {
     return unsent == 0 || Clock::now() >= leave_at;
   }
 
-  // Client: returns whether the server has accepted us. It answers at once:
-  // with an ACCEPT or, if it has no place for us yet, with a WAIT.
+  // Client: returns whether the server has accepted us. It answers each CONNECT
+  // once: with an ACCEPT or, if it can't serve us yet, a second later with a
+  // WAIT. Then we ask again, which shows that we are still there.
   bool IsAccepted() {
-    if (Clock::now() >= ask_at) {
-      SendAddress(AppMessageType::kConnect);
-      ask_at = Clock::time_point::max();
-    }
     std::optional<Message> message = Take();
-    if (!waiting && ask_at != Clock::time_point::max()) {
-      printf("The server has no place for us yet: waiting\n");
+    if (!message) return false;
+    if (TypeOf(*message) == AppMessageType::kWait) {
+      if (!waiting) printf("The server can't serve us yet: waiting\n");
       waiting = true;
+      SendAddress(AppMessageType::kConnect);
+      return false;
     }
-    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
     return true;
   }
 };
 
-// The clients that wait to be served, in the order in which they came. One that
-// was told to wait sends its CONNECT again a second later, or has given up.
+// The clients that wait to be served. It tells them to ask again and forgets
+// them, so those who have given up are not in line for long.
 struct WaitingLine {
   struct Visitor {
     AppConnectMessage connect;
-    fi_addr_t addr = FI_ADDR_UNSPEC;  // for the listener, once it needs it
-    Clock::time_point since;          // when it asked, or was told
-    bool told;
+    Clock::time_point since = Clock::now();
+    fi_addr_t addr = FI_ADDR_UNSPEC;  // for `endpoint`, once it is needed
   };
-  std::deque<Visitor> visitors;
+  Domain& domain;
+  std::deque<Visitor> visitors = {};
+  // From which they are told. Their addresses may be invented, and closing it
+  // ends whatever is on its way to them.
+  std::optional<Endpoint> endpoint = {};
+  Clock::time_point opened_at = {};
 
   // Takes a CONNECT. No address stands in line twice.
   void Add(const AppConnectMessage& connect) {
-    auto it = std::find_if(
-        visitors.begin(), visitors.end(), [&](const Visitor& visitor) {
-          return AddressIn(visitor.connect) == AddressIn(connect);
-        });
-    if (it == visitors.end() && visitors.size() < kMaxWaiting) {
-      it = visitors.emplace(it);
+    for (Visitor& visitor : visitors) {
+      if (AddressIn(visitor.connect) != AddressIn(connect)) continue;
+      visitor.connect = connect;
+      return;
     }
-    if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
+    if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
   }
 
-  // Removes those who have given up: they have not asked again in time, or
-  // could not be told to.
-  void RemoveGone() {
-    std::erase_if(visitors, [](const Visitor& visitor) {
-      auto limit = visitor.told ? kAskLimit : kSilenceLimit;
-      return Clock::now() - visitor.since > limit;
+  // Tells those who have been in line for a second, and forgets them. Does so
+  // for a while, and closes the endpoint after the same time again, in which
+  // the last of what it has told can leave.
+  void TellAll() {
+    Clock::time_point now = Clock::now();
+    if (now - opened_at > 2 * kTellTime) {
+      endpoint.reset();
+      if (visitors.empty() || now - visitors[0].since < kAskPeriod) return;
+      for (Visitor& visitor : visitors) visitor.addr = FI_ADDR_UNSPEC;
+      opened_at = now;
+      endpoint.emplace(domain);
+    }
+    if (!endpoint) return;
+    endpoint->PollCompletion();
+    if (now - opened_at > kTellTime) return;
+    std::erase_if(visitors, [&](Visitor& visitor) {
+      auto waited = now - visitor.since;
+      return waited > kAskPeriod && (Tell(visitor) || waited > kSilenceLimit);
     });
   }
 
-  // Tells all who do not know it yet that they have to wait. libfabric copies
-  // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
-  // client that has gone costs nothing.
-  void TellAll(Endpoint& listener) {
-    for (Visitor& visitor : visitors) {
-      if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
-      visitor.told = true;  // also if its address turns out to be none
+  // Tells a client to ask again. libfabric copies so short a message (fi_inject
+  // in fi_msg(3)) and reports no completion. Returns false if it has no room.
+  bool Tell(Visitor& visitor) {
+    try {
       if (visitor.addr == FI_ADDR_UNSPEC) {
-        visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
+        visitor.addr = endpoint->AddPeerAddress(AddressIn(visitor.connect));
       }
-      AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
-      // If there is no room for it now, this one is told in the next round.
-      visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
-                               visitor.addr) != -FI_EAGAIN;
-      if (visitor.told) visitor.since = Clock::now();
+    } catch (const std::runtime_error&) {
+      return true;  // it is no address
     }
+    AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
+    return fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.addr) !=
+           -FI_EAGAIN;
   }
 };
 
@@ -1066,8 +1083,7 @@ size_t PollRails(Rails& rails, const std::function<void(Rail&)>& use,
 // Returns the endpoint on which something has completed last.
 Endpoint& Freshest(Rails& rails) {
   auto earlier = [](const Rail& a, const Rail& b) {
-    return a.session.endpoint.last_completion <
-           b.session.endpoint.last_completion;
+    return a.session.endpoint.silent_since < b.session.endpoint.silent_since;
   };
   return std::max_element(rails.begin(), rails.end(), earlier)
       ->session.endpoint;
@@ -1111,7 +1127,7 @@ void Connect(Rails& rails, std::list<Domain>& domains,
         if (session.waiting || (rail->untried.empty() && !answered)) {
           session.endpoint.CheckSilence("waiting for ACCEPT");
         } else if (Clock::now() - std::max(rail->asked_at, latest_at) >=
-                   (answered ? kAskPeriod : kAskLimit)) {
+                   (answered ? kAskPeriod : kAnswerLimit)) {
           throw std::runtime_error("no answer");
         }
       } catch (const std::exception& e) {
@@ -1164,7 +1180,7 @@ void WaitUntil(Rails& rails, const char* what,
       continue;
     if (++empty_polls % kPollsPerYield != 0) continue;
     Freshest(rails).CheckSilence(what);
-    if (Clock::now() - Freshest(rails).last_completion > kQuietLimit) {
+    if (Clock::now() - Freshest(rails).silent_since > kQuietLimit) {
       std::this_thread::sleep_for(kIdlePause);
     } else {
       std::this_thread::yield();
@@ -1262,10 +1278,12 @@ struct ServedClient {
 
   // Opens our end of a rail, unless the client asks for it once more.
   void AddRail(Domain& domain, const AppConnectMessage& connect) {
-    if (rails.size() >= kMaxRails) return;
+    size_t num_rails = 0;  // at this adapter
     for (const Rail& rail : rails) {
       if (AddressIn(rail.connect_msg) == AddressIn(connect)) return;
+      if (&rail.session.domain == &domain) ++num_rails;
     }
+    if (num_rails == kMaxRails) return;
     rails.emplace_back(domain).connect_msg = connect;
   }
 
@@ -1436,7 +1454,7 @@ struct ServedClient {
     if (rail.outstanding == 0) endpoint.RestartSilence();
     std::chrono::seconds limit(rail.outstanding * page_size / kSlowestLink);
     limit = rails.size() > 1 ? kRailLimit + limit : kSilenceLimit;
-    if (Clock::now() - endpoint.last_completion >= limit) {
+    if (Clock::now() - endpoint.silent_since >= limit) {
       throw std::runtime_error("no WRITE has completed for " +
                                std::to_string(limit.count()) + " s");
     }
@@ -1614,7 +1632,18 @@ struct Listener {
   Session session;
   WaitingLine line;
 
-  explicit Listener(Domain& domain) : session(domain) {}
+  explicit Listener(Domain& domain) : session(domain), line{domain} {}
+
+  // Takes the CONNECTs that have come. Throws if a message is none. Returns the
+  // number of completions.
+  size_t Poll() {
+    size_t completions = session.endpoint.PollCompletion();
+    while (std::optional<Message> message = session.Take()) {
+      line.Add(ReadConnect(*message, AppMessageType::kConnect));
+    }
+    line.TellAll();
+    return completions;
+  }
 };
 
 // Returns the client that has chosen this number; null if we serve none such.
@@ -1623,24 +1652,6 @@ ServedClient* FindClient(std::list<ServedClient>& clients, uint32_t nonce) {
       clients.begin(), clients.end(),
       [&](const ServedClient& client) { return client.Nonce() == nonce; });
   return it != clients.end() ? &*it : nullptr;
-}
-
-// Takes the CONNECTs that have come: each is one more rail of a client that we
-// serve, or of one that joins the line and hears that it waits. Throws if a
-// message is no CONNECT.
-void TakeConnects(Listener& listener, std::list<ServedClient>& clients) {
-  while (std::optional<Message> message = listener.session.Take()) {
-    listener.line.Add(ReadConnect(*message, AppMessageType::kConnect));
-  }
-  auto& visitors = listener.line.visitors;
-  for (auto it = visitors.begin(); it != visitors.end();) {
-    AppConnectMessage connect = it->connect;
-    ServedClient* client = FindClient(clients, connect.base.nonce);
-    it = client != nullptr ? visitors.erase(it) : it + 1;
-    if (client != nullptr) client->AddRail(listener.session.domain, connect);
-  }
-  listener.line.TellAll(listener.session.endpoint);
-  listener.line.RemoveGone();
 }
 
 // Runs the server, until a signal ends it.
@@ -1670,22 +1681,33 @@ int ServerMain(const char* program) {
     bool listen =
         clients.empty() || Clock::now() - listened_at >= kListenPeriod;
     if (listen) listened_at = Clock::now();
+    bool opened = false;  // an endpoint, in this round
     for (Listener& listener : listeners) {
       try {
-        if (listen) completions += listener.session.endpoint.PollCompletion();
-        TakeConnects(listener, clients);
-        auto& visitors = listener.line.visitors;
+        if (listen) completions += listener.Poll();
         bool full = clients.size() + leaving.size() >= kMaxClients ||
                     Clock::now() < full_until;
-        if (visitors.empty() || full) continue;
+        auto& visitors = listener.line.visitors;
+        auto next = std::find_if(
+            visitors.begin(), visitors.end(), [&](const auto& visitor) {
+              return !full || FindClient(clients, visitor.connect.base.nonce);
+            });
+        if (opened || next == visitors.end()) continue;
         // One at a time: opening an endpoint takes tens of ms over
-        // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
+        // tcp;ofi_rxm. If that fails, a new client keeps its place in the line.
+        opened = true;
+        AppConnectMessage connect = next->connect;
+        if (auto* client = FindClient(clients, connect.base.nonce)) {
+          visitors.erase(next);
+          client->AddRail(listener.session.domain, connect);
+          continue;
+        }
         full_until = Clock::now() + kAskPeriod;
-        clients.emplace_back(listener.session.domain, num_clients + 1,
-                             visitors.front().connect, memory_left);
+        clients.emplace_back(listener.session.domain, num_clients + 1, connect,
+                             memory_left);
         full_until = {};
         ++num_clients;
-        visitors.pop_front();
+        visitors.erase(next);
       } catch (const std::exception& e) {
         // A bad message must not end the server.
         fprintf(stderr, "error: %s\n", e.what());
@@ -1879,6 +1901,10 @@ size_t ParseNumber(const char* name, const std::string& text) {
 
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
+  // Otherwise our lines would go into the first files that libfabric opens.
+  for (int fd : {0, 1, 2}) {
+    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+  }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
   std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();

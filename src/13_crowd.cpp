@@ -6,6 +6,7 @@
 //
 // Based on 12_sleep.
 
+#include <fcntl.h>
 #include <poll.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -35,6 +36,7 @@
 #include <exception>
 #include <functional>
 #include <list>
+#include <map>
 #include <memory>
 #include <new>
 #include <optional>
@@ -79,7 +81,7 @@ constexpr size_t kSpareOps = 256;                 // rest before they are reused
 constexpr size_t kCompletionQueueSize = 16384;    // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 64;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
+constexpr auto kSilenceLimit = 10s;   // then we give up
 constexpr auto kSpin = 50us;          // of polling, before we sleep
 constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
@@ -90,7 +92,9 @@ constexpr auto kConnectAgain = 1s;    // without an ACCEPT
 constexpr auto kConnectPause = 10ms;  // while enough others connect
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
 constexpr size_t kEmptyWakes = 16;    // in a row, then we pause
+constexpr size_t kManyWakes = 2000;   // in a row, then for longer
 constexpr size_t kMaxClients = 4000;  // of the server; as many may be leaving
+constexpr size_t kConnectBatch = 4;   // CONNECTs that are handled at a time
 constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnsent = 16;     // SENDs to one peer, with those that wait
@@ -357,9 +361,8 @@ struct Endpoint {
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
 
-  Address addr;  // our own
-  // When anything but a SEND has last completed.
-  Clock::time_point last_completion = Clock::now();
+  Address addr;                                   // our own
+  Clock::time_point silent_since = Clock::now();  // see CheckSilence
   bool refused = false;  // there was no room for an operation
   int wait_fd = -1;  // readable when to read `cq`; -1: there is no such thing
   Owned<struct fid_av> av;
@@ -405,17 +408,28 @@ struct Endpoint {
     addr.resize(length);
   }
 
+  // Returns whether an address can be one of our provider's.
+  bool IsLikeOurs(const Address& address) const {
+    uint32_t format = domain.info->addr_format;
+    // One that is a name ends with a zero byte and begins as ours does.
+    if (format == FI_ADDR_STR) {
+      return !address.empty() && address.back() == 0 &&
+             address.front() == addr.front();
+    }
+    // Any other is as long as ours. An internet address begins with its family,
+    // and libfabric would expect another family of all addresses after it.
+    bool internet = format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
+    return address.size() == addr.size() &&
+           std::equal(addr.begin(), addr.begin() + (internet ? 2 : 0),
+                      address.begin());
+  }
+
   // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
   // that does not exist shows later, as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
-    // An address that is a name ends with a zero byte and begins as ours does.
-    // Any other address is as long as ours.
-    bool fits = domain.info->addr_format == FI_ADDR_STR
-                    ? !address.empty() && address.back() == 0 &&
-                          address.front() == addr.front()
-                    : address.size() == addr.size();
     fi_addr_t peer = FI_ADDR_UNSPEC;
-    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+    if (!IsLikeOurs(address) ||
+        fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
       throw std::runtime_error("\"" + ToHex(address) +
                                "\" is not an address of provider " +
                                domain.info->fabric_attr->prov_name +
@@ -505,8 +519,6 @@ struct Endpoint {
     RdmaOp done = std::move(*op);
     op->in_flight = false;
     free_ops.push_back(op);
-    // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -547,7 +559,7 @@ struct Endpoint {
     Clock::duration silence = Clock::duration::max();
     bool can_be_woken = true;
     for (Endpoint* endpoint : endpoints) {
-      silence = std::min(silence, now - endpoint->last_completion);
+      silence = std::min(silence, now - endpoint->silent_since);
       // The next message often comes at once, and being woken takes longer than
       // looking again. The peer may need this core to send it, though.
       if (now >= domain.poll_at && silence < kSpin) {
@@ -564,10 +576,14 @@ struct Endpoint {
       fds.push_back({endpoint->wait_fd, POLLIN, 0});
     }
     // A descriptor that is always readable lets nobody sleep.
-    if (!can_be_woken || ++domain.empty_wakes > kEmptyWakes) {
-      // The longer nothing has come, the less often we look.
-      auto pause =
-          std::clamp<Clock::duration>(silence / 64, kIdlePause, kMaxPause);
+    bool in_vain = can_be_woken && ++domain.empty_wakes > kEmptyWakes &&
+                   poll(fds.data(), fds.size(), 0) > 0;
+    if (!can_be_woken || in_vain) {
+      // The longer nothing has come, the less often we look. First, though, it
+      // may have been for work that completes nothing: many new connections.
+      bool soon = in_vain && domain.empty_wakes < kManyWakes;
+      auto pause = std::clamp<Clock::duration>(silence / 64, kIdlePause,
+                                               soon ? kIdlePause : kMaxPause);
       std::this_thread::sleep_for(std::min(limit, pause));
       return;
     }
@@ -593,20 +609,19 @@ struct Endpoint {
     RestartSilence();
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
-      if (PollCompletion() > 0) continue;
       CheckSilence(what, limit);
-      Sleep({this});
+      if (PollCompletion() == 0) Sleep({this});
     }
   }
 
-  // Begins to count the time without a completion anew.
-  void RestartSilence() { last_completion = Clock::now(); }
+  // Begins to count the silence anew.
+  void RestartSilence() { silent_since = Clock::now(); }
 
-  // Throws if nothing has completed for too long: some providers never report
+  // Throws after too long a silence of the peer: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
   void CheckSilence(const char* what,
                     std::chrono::seconds limit = kSilenceLimit) const {
-    if (Clock::now() - last_completion < limit) return;
+    if (Clock::now() - silent_since < limit) return;
     throw std::runtime_error(
         std::string(what) + ": nothing has happened for " +
         std::to_string(limit.count()) +
@@ -839,6 +854,13 @@ void PrintSleep(const Endpoint& endpoint) {
              : "We sleep until the completion queue wakes us.");
 }
 
+// What clients say is their address, and who says so.
+struct Contact {
+  fi_addr_t addr = FI_ADDR_UNSPEC;  // libfabric's number, while it is in use
+  size_t users = 0;                 // clients that use the number
+  std::set<uint32_t> nonces;        // of all clients with this address
+};
+
 // A client of the server.
 struct ServedClient {
   Address addr;
@@ -855,7 +877,10 @@ struct Server {
   Clients clients;
   Clients leaving;           // with messages on their way; nobody hears them
   uint32_t last_number = 0;  // of a client
-  std::unordered_map<std::string, std::string> store;
+  // What clients choose is not hashed: they could choose what collides.
+  std::map<Address, Contact> contacts;
+  std::deque<Message> connects;  // CONNECTs that are still to be handled
+  std::map<std::string, std::string> store;
   size_t store_size = 0;  // bytes
   size_t num_requests = 0;
   std::string printed;  // how things stood when we looked last
@@ -875,29 +900,39 @@ struct Server {
   }
 
   // Handles the messages that have come. All of them, so that whoever sends bad
-  // ones holds up nobody. Returns the number of completions.
+  // ones holds up nobody. Returns 0 if there was nothing to do.
   size_t Poll() {
     size_t completions = 0;
     Try([&] { completions = mailbox.Poll(); });
     while (std::optional<Message> message = mailbox.Take()) {
       Try([&] { HandleMessage(*message); });
     }
+    // A few at a time: contacting a client may take a millisecond.
+    for (size_t i = 0; i < kConnectBatch && !connects.empty(); ++i) {
+      Message message = std::move(connects.front());
+      connects.pop_front();
+      Try([&] { HandleConnect(message); });
+    }
     if (Clock::now() - looked_at >= kMaxSleep) {
       looked_at = Clock::now();
       ForgetGone();
     }
-    return completions;
+    return completions + connects.size();
   }
 
   // Handles a message. Throws if it cannot be right.
   void HandleMessage(const Message& message) {
     auto base = ReadMessage<AppMessageBase>(message);
-    if (base.type == AppMessageType::kConnect) return HandleConnect(message);
+    if (base.type == AppMessageType::kConnect) {
+      if (connects.size() < kMaxClients) connects.push_back(message);
+      return;
+    }
     auto it = clients.find(base.number);
     // A stranger, or a client that we have forgotten.
     if (it == clients.end() || it->second.peer.nonce != base.nonce) return;
     ServedClient& client = it->second;
     client.heard_at = Clock::now();
+    mailbox.endpoint.RestartSilence();
     if (base.type == AppMessageType::kBye) return Leave(client);
     try {
       HandleRequest(client, message);
@@ -917,26 +952,27 @@ struct Server {
     }
     Address addr(connect.addr, connect.addr + connect.addr_size);
     // Whoever begins anew, after a long silence, has an address here already.
-    fi_addr_t peer_addr = FI_ADDR_UNSPEC;
-    size_t num_records = 0;  // with this address
-    for (Clients* list : {&clients, &leaving}) {
-      for (auto& [number, client] : *list) {
-        if (client.addr != addr) continue;
-        // A CONNECT that we have, sent again: its ACCEPT is on its way.
-        if (client.peer.nonce == connect.base.nonce) return;
-        ++num_records;
-        if (client.peer.addr != FI_ADDR_UNSPEC) peer_addr = client.peer.addr;
+    auto it = contacts.find(addr);
+    if (it != contacts.end()) {
+      // A CONNECT that we have, sent again: its ACCEPT is on its way.
+      if (it->second.nonces.contains(connect.base.nonce)) return;
+      // Each record has a share of its own.
+      if (it->second.nonces.size() >= kMaxRecords) {
+        throw BadMessage("one CONNECT too many");
       }
     }
-    // Each record has a share of its own.
-    if (num_records >= kMaxRecords) throw BadMessage("one CONNECT too many");
-    if (peer_addr == FI_ADDR_UNSPEC) {
-      peer_addr = mailbox.endpoint.AddPeerAddress(addr);
+    if (it == contacts.end() || it->second.users == 0) {
+      fi_addr_t peer_addr = mailbox.endpoint.AddPeerAddress(addr);
+      it = contacts.try_emplace(addr).first;
+      it->second.addr = peer_addr;
     }
+    ++it->second.users;
+    it->second.nonces.insert(connect.base.nonce);
+    mailbox.endpoint.RestartSilence();
     uint32_t number = ++last_number;
     ServedClient& client = clients[number];
     client.addr = addr;
-    client.peer.addr = peer_addr;
+    client.peer.addr = it->second.addr;
     client.peer.number = number;
     client.peer.nonce = connect.base.nonce;
     if (clients.size() > kMaxClients) {
@@ -1019,12 +1055,21 @@ struct Server {
       if (client.peer.Unsent() == 0 || Clock::now() >= client.leave_at) {
         GiveUp(client);
       }
-      it = client.peer.Unsent() == 0 ? leaving.erase(it) : std::next(it);
+      bool gone = client.peer.Unsent() == 0;
+      if (gone) ForgetNonce(client);
+      it = gone ? leaving.erase(it) : std::next(it);
     }
     std::string status = std::to_string(clients.size()) + " clients, " +
                          std::to_string(num_requests) + " requests so far";
     if (status != printed) printf("%s\n", status.c_str());
     printed = status;
+  }
+
+  // Makes room for another client with the same address.
+  void ForgetNonce(const ServedClient& client) {
+    auto it = contacts.find(client.addr);
+    it->second.nonces.erase(client.peer.nonce);
+    if (it->second.nonces.empty()) contacts.erase(it);
   }
 
   // Drops what waits for a client, and has libfabric give up what is in flight.
@@ -1033,11 +1078,7 @@ struct Server {
     mailbox.DropSends(peer);
     if (peer.addr == FI_ADDR_UNSPEC) return;
     // An address that we remove must not be that of another record.
-    auto same = [&](auto& entry) {
-      return entry.second.peer.addr == peer.addr && &entry.second != &client;
-    };
-    if (std::none_of(clients.begin(), clients.end(), same) &&
-        std::none_of(leaving.begin(), leaving.end(), same)) {
+    if (--contacts[client.addr].users == 0) {
       mailbox.endpoint.RemovePeerAddress(peer.addr);
     }
     peer.addr = FI_ADDR_UNSPEC;
@@ -1102,6 +1143,7 @@ struct Client {
     if (message.size() < sizeof(AppRequestMessage)) return;
     auto head = ReadMessage<AppRequestMessage>(message);
     if (head.base.nonce != server.nonce) return;
+    mailbox.endpoint.RestartSilence();
     std::string tail = message.substr(sizeof(head));
     if (head.base.type == AppMessageType::kAccept) {
       server.number = head.base.number;
@@ -1400,15 +1442,16 @@ constexpr const char* kUsage =
     "      List the interfaces found, the one it uses first.\n"
     "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
 
-// Reads a number of at least 1. Throws std::invalid_argument.
-size_t ParseNumber(const char* name, const std::string& text) {
+// Reads a number of at least `least`. Throws std::invalid_argument.
+size_t ParseNumber(const char* name, const std::string& text,
+                   size_t least = 1) {
   size_t number = 0;
   const char* end = text.data() + text.size();
   auto result = std::from_chars(text.data(), end, number);
-  if (result.ec != std::errc() || result.ptr != end || number == 0) {
-    throw std::invalid_argument(std::string(name) +
-                                " is not a number of at least 1: \"" +
-                                text.substr(0, 80) + "\"");
+  if (result.ec != std::errc() || result.ptr != end || number < least) {
+    throw std::invalid_argument(
+        std::string(name) + " is not a number of at least " +
+        std::to_string(least) + ": \"" + text.substr(0, 80) + "\"");
   }
   return number;
 }
@@ -1423,6 +1466,10 @@ void RaiseFileLimit() {
 
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
+  // Otherwise our lines would go into the first files that libfabric opens.
+  for (int fd : {0, 1, 2}) {
+    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+  }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
   std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   g_wake_fd = eventfd(0, EFD_CLOEXEC);
@@ -1457,7 +1504,8 @@ int main(int argc, char** argv) {
     Crowd crowd = {ParseNumber("CLIENTS", args[0]), 1000, 0ms};
     if (args.size() > 1) crowd.num_requests = ParseNumber("REQUESTS", args[1]);
     if (args.size() > 2) {
-      crowd.period = std::chrono::milliseconds(ParseNumber("PERIOD", args[2]));
+      crowd.period =
+          std::chrono::milliseconds(ParseNumber("PERIOD", args[2], 0));
     }
     return CrowdMain(server_addr, crowd);
   } catch (const std::invalid_argument& e) {

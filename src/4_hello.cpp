@@ -4,6 +4,7 @@
 // that address. Both learn from a completion queue what became of it.
 // Based on nothing: it does what 2_first does, in a frame that can grow.
 
+#include <fcntl.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -59,7 +60,7 @@ constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 128;      // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;  // without a completion, then we give up
+constexpr auto kSilenceLimit = 10s;  // then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 constexpr auto kContactGrace = 1s;   // for a first or last message
 
@@ -339,9 +340,8 @@ struct Endpoint {
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
 
-  Address addr;  // our own
-  // When anything but a SEND has last completed.
-  Clock::time_point last_completion = Clock::now();
+  Address addr;                                   // our own
+  Clock::time_point silent_since = Clock::now();  // see CheckSilence
   Owned<struct fid_av> av;
   Owned<struct fid_cq> cq;
   Owned<struct fid_eq> eq;
@@ -379,17 +379,28 @@ struct Endpoint {
     addr.resize(length);
   }
 
+  // Returns whether an address can be one of our provider's.
+  bool IsLikeOurs(const Address& address) const {
+    uint32_t format = domain.info->addr_format;
+    // One that is a name ends with a zero byte and begins as ours does.
+    if (format == FI_ADDR_STR) {
+      return !address.empty() && address.back() == 0 &&
+             address.front() == addr.front();
+    }
+    // Any other is as long as ours. An internet address begins with its family,
+    // and libfabric would expect another family of all addresses after it.
+    bool internet = format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
+    return address.size() == addr.size() &&
+           std::equal(addr.begin(), addr.begin() + (internet ? 2 : 0),
+                      address.begin());
+  }
+
   // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
   // that does not exist shows later, as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
-    // An address that is a name ends with a zero byte and begins as ours does.
-    // Any other address is as long as ours.
-    bool fits = domain.info->addr_format == FI_ADDR_STR
-                    ? !address.empty() && address.back() == 0 &&
-                          address.front() == addr.front()
-                    : address.size() == addr.size();
     fi_addr_t peer = FI_ADDR_UNSPEC;
-    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+    if (!IsLikeOurs(address) ||
+        fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
       throw std::runtime_error("\"" + ToHex(address) +
                                "\" is not an address of provider " +
                                domain.info->fabric_attr->prov_name +
@@ -467,8 +478,6 @@ struct Endpoint {
     RdmaOp done = std::move(*op);
     op->in_flight = false;
     free_ops.push_back(op);
-    // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -507,19 +516,18 @@ struct Endpoint {
     RestartSilence();
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
-      if (PollCompletion() > 0) continue;
       CheckSilence(what);
-      std::this_thread::sleep_for(kIdlePause);
+      if (PollCompletion() == 0) std::this_thread::sleep_for(kIdlePause);
     }
   }
 
-  // Begins to count the time without a completion anew.
-  void RestartSilence() { last_completion = Clock::now(); }
+  // Begins to count the silence anew.
+  void RestartSilence() { silent_since = Clock::now(); }
 
-  // Throws if nothing has completed for too long: some providers never report
+  // Throws after too long a silence of the peer: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
   void CheckSilence(const char* what) const {
-    if (Clock::now() - last_completion < kSilenceLimit) return;
+    if (Clock::now() - silent_since < kSilenceLimit) return;
     throw std::runtime_error(
         std::string(what) + ": nothing has happened for " +
         std::to_string(kSilenceLimit.count()) +
@@ -651,6 +659,10 @@ constexpr const char* kUsage =
 
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
+  // Otherwise our lines would go into the first files that libfabric opens.
+  for (int fd : {0, 1, 2}) {
+    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+  }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
   std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();

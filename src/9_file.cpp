@@ -83,15 +83,14 @@ constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;   // without a completion, then we give up
-constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
-constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
-constexpr auto kContactGrace = 1s;    // for a first or last message
-constexpr auto kAskPeriod = 1s;       // between a waiting client's CONNECTs
-constexpr auto kAskLimit = 3s;        // without one, that client has given up
-constexpr auto kTellAfter = 100ms;    // in line, a client is told to wait
-constexpr size_t kMaxClients = 8;     // that are served at a time
-constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+constexpr auto kSilenceLimit = 10s;  // then we give up
+constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;   // for a first or last message
+constexpr auto kAskPeriod = 1s;      // in line, then a client is to ask again
+constexpr auto kTellTime = 2s;       // from one endpoint, see WaitingLine
+constexpr size_t kMaxClients = 8;    // that are served at a time
+constexpr size_t kMaxWaiting = 256;  // clients that wait to be served
 
 constexpr size_t kChunkSize = 1 << 20;    // bytes of the file in a WRITE
 constexpr size_t kDefaultSlots = 8;       // that a client asks for
@@ -438,9 +437,8 @@ struct Endpoint {
 
   std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
 
-  Address addr;  // our own
-  // When anything but a SEND has last completed.
-  Clock::time_point last_completion = Clock::now();
+  Address addr;                                   // our own
+  Clock::time_point silent_since = Clock::now();  // see CheckSilence
   // Called with the immediate data of a WRITE from the other side, once that
   // WRITE has arrived. It belongs to no operation of ours.
   std::function<void(uint32_t)> on_imm_data;
@@ -481,17 +479,28 @@ struct Endpoint {
     addr.resize(length);
   }
 
+  // Returns whether an address can be one of our provider's.
+  bool IsLikeOurs(const Address& address) const {
+    uint32_t format = domain.info->addr_format;
+    // One that is a name ends with a zero byte and begins as ours does.
+    if (format == FI_ADDR_STR) {
+      return !address.empty() && address.back() == 0 &&
+             address.front() == addr.front();
+    }
+    // Any other is as long as ours. An internet address begins with its family,
+    // and libfabric would expect another family of all addresses after it.
+    bool internet = format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
+    return address.size() == addr.size() &&
+           std::equal(addr.begin(), addr.begin() + (internet ? 2 : 0),
+                      address.begin());
+  }
+
   // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
   // that does not exist shows later, as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
-    // An address that is a name ends with a zero byte and begins as ours does.
-    // Any other address is as long as ours.
-    bool fits = domain.info->addr_format == FI_ADDR_STR
-                    ? !address.empty() && address.back() == 0 &&
-                          address.front() == addr.front()
-                    : address.size() == addr.size();
     fi_addr_t peer = FI_ADDR_UNSPEC;
-    if (!fits || fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
+    if (!IsLikeOurs(address) ||
+        fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
       throw std::runtime_error("\"" + ToHex(address) +
                                "\" is not an address of provider " +
                                domain.info->fabric_attr->prov_name +
@@ -579,7 +588,6 @@ struct Endpoint {
         // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
         if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
             !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          RestartSilence();
           if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
           continue;
         }
@@ -602,8 +610,9 @@ struct Endpoint {
     RdmaOp done = std::move(*op);
     op->in_flight = false;
     free_ops.push_back(op);
-    // A SEND may complete on this side alone: it says nothing about the peer.
-    if (done.type != RdmaOpType::kSend) RestartSilence();
+    // A SEND may complete on this side alone, and a RECV take anybody's message:
+    // they say nothing about the peer.
+    if (done.OneSided() && error.empty()) RestartSilence();
     done.error = error;
     if (done.type == RdmaOpType::kRecv && error.empty()) {
       if (len > done.len) done.error = "the message is longer than the buffer";
@@ -648,13 +657,14 @@ struct Endpoint {
                  std::chrono::seconds limit = kSilenceLimit) {
     Clock::time_point start = Clock::now();
     RestartSilence();
-    size_t empty_polls = 0;
+    size_t polls = 0;
     while (!done()) {
       if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
-      if (PollCompletion() > 0) continue;
-      if (++empty_polls % kPollsPerYield != 0) continue;
+      size_t completions = PollCompletion();
+      if (++polls % kPollsPerYield != 0) continue;
       CheckSilence(what, limit);
-      if (Clock::now() - last_completion > kQuietLimit) {
+      if (completions > 0) continue;
+      if (Clock::now() - silent_since > kQuietLimit) {
         std::this_thread::sleep_for(kIdlePause);
       } else {
         // The other side may need the core to answer us.
@@ -663,14 +673,14 @@ struct Endpoint {
     }
   }
 
-  // Begins to count the time without a completion anew.
-  void RestartSilence() { last_completion = Clock::now(); }
+  // Begins to count the silence anew.
+  void RestartSilence() { silent_since = Clock::now(); }
 
-  // Throws if nothing has completed for too long: some providers never report
+  // Throws after too long a silence of the peer: some providers never report
   // that a peer has gone, and silence is all that there is to notice.
   void CheckSilence(const char* what,
                     std::chrono::seconds limit = kSilenceLimit) const {
-    if (Clock::now() - last_completion < limit) return;
+    if (Clock::now() - silent_since < limit) return;
     throw std::runtime_error(
         std::string(what) + ": nothing has happened for " +
         std::to_string(limit.count()) +
@@ -689,7 +699,7 @@ enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
-  kWait = 4,     // server: there is no place for you yet; ask again in a second
+  kWait = 4,     // server: I can't serve you yet; ask again
 
   kError = 5,   // either side: I give up, for this reason
   kPut = 6,     // client: take this file
@@ -778,9 +788,7 @@ struct Session {
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
   Clock::time_point leave_at;  // until then, the last messages may leave
-  // Client: when to ask for a place again; max() until a WAIT tells us to.
-  Clock::time_point ask_at = Clock::time_point::max();
-  bool waiting = false;  // client: has been told to
+  bool waiting = false;        // client: has been told to
 
   explicit Session(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
@@ -816,10 +824,7 @@ struct Session {
     }
     AppMessageBase base = BaseOf(message);
     if (base.nonce != nonce) return Take();
-    if (base.type == AppMessageType::kWait) {  // may come after the ACCEPT
-      ask_at = Clock::now() + kAskPeriod;
-      return Take();
-    }
+    endpoint.RestartSilence();
     return message;
   }
 
@@ -890,25 +895,33 @@ struct Session {
     // the shm provider of libfabric 1.17 would end the other process with ours.
     CheckInterrupted();
     SendAddress(AppMessageType::kConnect);
+    // Until we are served, we leave the cores to those who are.
     endpoint.WaitUntil(
-        "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
+        "sending CONNECT",
+        [this] {
+          std::this_thread::sleep_for(kIdlePause);
+          return unsent == 0;
+        },
+        kContactGrace);
     printf("Sent CONNECT message to server\n");
-    endpoint.WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
+    endpoint.WaitUntil("waiting for ACCEPT", [this] {
+      std::this_thread::sleep_for(kIdlePause);
+      return IsAccepted();
+    });
   }
 
-  // Client: returns whether the server has accepted us. It answers at once:
-  // with an ACCEPT or, if it has no place for us yet, with a WAIT.
+  // Client: returns whether the server has accepted us. It answers each CONNECT
+  // once: with an ACCEPT or, if it can't serve us yet, a second later with a
+  // WAIT. Then we ask again, which shows that we are still there.
   bool IsAccepted() {
-    if (Clock::now() >= ask_at) {
-      SendAddress(AppMessageType::kConnect);
-      ask_at = Clock::time_point::max();
-    }
     std::optional<Message> message = Take();
-    if (!waiting && ask_at != Clock::time_point::max()) {
-      printf("The server has no place for us yet: waiting\n");
+    if (!message) return false;
+    if (TypeOf(*message) == AppMessageType::kWait) {
+      if (!waiting) printf("The server can't serve us yet: waiting\n");
       waiting = true;
+      SendAddress(AppMessageType::kConnect);
+      return false;
     }
-    if (!message || TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
     return true;
@@ -927,54 +940,65 @@ struct Session {
   }
 };
 
-// The clients that wait to be served, in the order in which they came. One that
-// was told to wait sends its CONNECT again a second later, or has given up.
+// The clients that wait to be served. It tells them to ask again and forgets
+// them, so those who have given up are not in line for long.
 struct WaitingLine {
   struct Visitor {
     AppConnectMessage connect;
-    fi_addr_t addr = FI_ADDR_UNSPEC;  // for the listener, once it needs it
-    Clock::time_point since;          // when it asked, or was told
-    bool told;
+    Clock::time_point since = Clock::now();
+    fi_addr_t addr = FI_ADDR_UNSPEC;  // for `endpoint`, once it is needed
   };
-  std::deque<Visitor> visitors;
+  Domain& domain;
+  std::deque<Visitor> visitors = {};
+  // From which they are told. Their addresses may be invented, and closing it
+  // ends whatever is on its way to them.
+  std::optional<Endpoint> endpoint = {};
+  Clock::time_point opened_at = {};
 
   // Takes a CONNECT. No address stands in line twice.
   void Add(const AppConnectMessage& connect) {
-    auto it = std::find_if(
-        visitors.begin(), visitors.end(), [&](const Visitor& visitor) {
-          return AddressIn(visitor.connect) == AddressIn(connect);
-        });
-    if (it == visitors.end() && visitors.size() < kMaxWaiting) {
-      it = visitors.emplace(it);
+    for (Visitor& visitor : visitors) {
+      if (AddressIn(visitor.connect) != AddressIn(connect)) continue;
+      visitor.connect = connect;
+      return;
     }
-    if (it != visitors.end()) *it = {connect, it->addr, Clock::now(), false};
+    if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
   }
 
-  // Removes those who have given up: they have not asked again in time, or
-  // could not be told to.
-  void RemoveGone() {
-    std::erase_if(visitors, [](const Visitor& visitor) {
-      auto limit = visitor.told ? kAskLimit : kSilenceLimit;
-      return Clock::now() - visitor.since > limit;
+  // Tells those who have been in line for a second, and forgets them. Does so
+  // for a while, and closes the endpoint after the same time again, in which
+  // the last of what it has told can leave.
+  void TellAll() {
+    Clock::time_point now = Clock::now();
+    if (now - opened_at > 2 * kTellTime) {
+      endpoint.reset();
+      if (visitors.empty() || now - visitors[0].since < kAskPeriod) return;
+      for (Visitor& visitor : visitors) visitor.addr = FI_ADDR_UNSPEC;
+      opened_at = now;
+      endpoint.emplace(domain);
+    }
+    if (!endpoint) return;
+    endpoint->PollCompletion();
+    if (now - opened_at > kTellTime) return;
+    std::erase_if(visitors, [&](Visitor& visitor) {
+      auto waited = now - visitor.since;
+      return waited > kAskPeriod && (Tell(visitor) || waited > kSilenceLimit);
     });
   }
 
-  // Tells all who do not know it yet that they have to wait. libfabric copies
-  // so short a message (fi_inject in fi_msg(3)) and reports no completion, so a
-  // client that has gone costs nothing.
-  void TellAll(Endpoint& listener) {
-    for (Visitor& visitor : visitors) {
-      if (visitor.told || Clock::now() - visitor.since < kTellAfter) continue;
-      visitor.told = true;  // also if its address turns out to be none
+  // Tells a client to ask again. libfabric copies so short a message (fi_inject
+  // in fi_msg(3)) and reports no completion. Returns false if it has no room.
+  bool Tell(Visitor& visitor) {
+    try {
       if (visitor.addr == FI_ADDR_UNSPEC) {
-        visitor.addr = listener.AddPeerAddress(AddressIn(visitor.connect));
+        visitor.addr = endpoint->AddPeerAddress(AddressIn(visitor.connect));
       }
-      AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
-      // If there is no room for it now, this one is told in the next round.
-      visitor.told = fi_inject(listener.ep, &wait, sizeof(wait),
-                               visitor.addr) != -FI_EAGAIN;
-      if (visitor.told) visitor.since = Clock::now();
+    } catch (const std::runtime_error&) {
+      return true;  // it is no address
     }
+    AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
+    return fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.addr) !=
+           -FI_EAGAIN;
   }
 };
 
@@ -1474,6 +1498,7 @@ struct ServedClient {
     size_t i = chunk % slots.size();
     Slot& slot = slots[i];
     if (slot.chunk != chunk || slot.save.valid()) return;
+    session.endpoint.RestartSilence();
     slot.save = Start([this, i, &slot] {
       SlowDown();
       const uint8_t* data = &buf->data[i * chunk_size];
@@ -1517,28 +1542,11 @@ struct ServedClient {
   }
 };
 
-// Takes the CONNECTs that have come: their clients join the line, unless they
-// are served already, and hear that they wait. Throws if a message is no
-// CONNECT.
-void TakeConnects(Session& listener, const std::list<ServedClient>& clients,
-                  WaitingLine& line) {
-  while (std::optional<Message> message = listener.Take()) {
-    auto connect = ReadConnect(*message, AppMessageType::kConnect);
-    bool served = std::any_of(
-        clients.begin(), clients.end(), [&](const ServedClient& client) {
-          return client.connect_msg.base.nonce == connect.base.nonce;
-        });
-    if (!served) line.Add(connect);
-  }
-  line.TellAll(listener.endpoint);
-  line.RemoveGone();
-}
-
 // Runs the server, which saves files in a directory.
 int ServerMain(const char* program, const std::string& directory) {
   Domain domain(GetInfo());
   Session listener(domain);
-  WaitingLine line;
+  WaitingLine line{domain};
   std::list<ServedClient> clients;
   std::list<ServedClient> leaving;  // whose chunks are still being saved
   // Without this, a file that exceeds a size limit would kill the server.
@@ -1558,8 +1566,11 @@ int ServerMain(const char* program, const std::string& directory) {
       if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
+        while (std::optional<Message> message = listener.Take()) {
+          line.Add(ReadConnect(*message, AppMessageType::kConnect));
+        }
+        line.TellAll();
       }
-      TakeConnects(listener, clients, line);
       bool full = clients.size() + leaving.size() >= kMaxClients ||
                   Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
@@ -1907,6 +1918,10 @@ size_t ParseNumber(const char* name, const std::string& text) {
 
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
+  // Otherwise our lines would go into the first files that libfabric opens.
+  for (int fd : {0, 1, 2}) {
+    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
+  }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
   std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();

@@ -92,8 +92,8 @@ def constant(name, value):
 CHANGES = [
     ("sleep", "a loop that finds nothing sleeps 1 ms, as in 6",
      r"if \(busy\) \{", "if (false) {",
-     r"\+\+empty_polls % kPollsPerYield != 0", "++empty_polls == 0",
-     r"if \(Clock::now\(\) - last_completion > kQuietLimit\) \{", "if (true) {"),
+     r"\+\+polls % kPollsPerYield != 0", "++polls == 0",
+     r"if \(Clock::now\(\) - silent_since > kQuietLimit\) \{", "if (true) {"),
     ("listen", "the server looks for new clients in each round",
      *constant("kListenPeriod", "0ms")),
     ("yield-1", "a loop that finds nothing yields at once",

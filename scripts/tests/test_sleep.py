@@ -111,7 +111,7 @@ def test_ninth_client(run, serve):
     for client in clients:
         client.open_session()
     ninth = server.start_client()
-    ninth.wait_for("^The server has no place for us yet: waiting$")
+    ninth.wait_for("^The server can't serve us yet: waiting$")
     clients[3].send(base(BYE))
     assert ninth.wait(30) == 0, ninth.output
     assert server.entry.success in ninth.output

@@ -140,7 +140,7 @@ def test_line(run, serve, provider):
             stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
         waiting = [server.start_client("1") for _ in range(6)]
         for client in waiting:
-            client.wait_for("^The server has no place for us yet: waiting$", 30)
+            client.wait_for("^The server can't serve us yet: waiting$", 30)
         for client in waiting[1:]:
             client.signal(signal.SIGKILL)
         time.sleep(4)  # the time after which a client has given up
@@ -168,7 +168,7 @@ def test_server_killed_while_others_wait(run, serve, program, signum):
             for client in places:
                 stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
         client = server.start_client(*TABLE[program].short)
-        client.wait_for("^The server has no place", 30)
+        client.wait_for("^The server can't serve us yet", 30)
     began = time.monotonic()
     server.process.signal(signum)
     assert client.wait(40) == 1

@@ -44,6 +44,7 @@
 #include <functional>
 #include <future>
 #include <list>
+#include <map>
 #include <memory>
 #include <new>
 #include <optional>
@@ -83,14 +84,15 @@ constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr auto kSilenceLimit = 10s;  // then we give up
-constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
-constexpr auto kQuietLimit = 2s;     // without one, then we poll slowly
-constexpr auto kContactGrace = 1s;   // for a first or last message
-constexpr auto kAskPeriod = 1s;      // in line, then a client is to ask again
-constexpr auto kTellTime = 2s;       // from one endpoint, see WaitingLine
-constexpr size_t kMaxClients = 8;    // that are served at a time
-constexpr size_t kMaxWaiting = 256;  // clients that wait to be served
+constexpr auto kSilenceLimit = 10s;   // then we give up
+constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
+constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
+constexpr auto kContactGrace = 1s;    // for a first or last message
+constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
+constexpr auto kTellGrace = 2s;       // for what it is told to arrive
+constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
+constexpr size_t kMaxClients = 8;     // that are served at a time
+constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
 constexpr size_t kChunkSize = 1 << 20;    // bytes of the file in a WRITE
 constexpr size_t kDefaultSlots = 8;       // that a client asks for
@@ -946,14 +948,14 @@ struct WaitingLine {
   struct Visitor {
     AppConnectMessage connect;
     Clock::time_point since = Clock::now();
-    fi_addr_t addr = FI_ADDR_UNSPEC;  // for `endpoint`, once it is needed
   };
   Domain& domain;
   std::deque<Visitor> visitors = {};
   // From which they are told. Their addresses may be invented, and closing it
   // ends whatever is on its way to them.
   std::optional<Endpoint> endpoint = {};
-  Clock::time_point opened_at = {};
+  std::map<Address, fi_addr_t> contacts = {};  // in its address vector
+  Clock::time_point told_at = {};
 
   // Takes a CONNECT. No address stands in line twice.
   void Add(const AppConnectMessage& connect) {
@@ -965,40 +967,47 @@ struct WaitingLine {
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
   }
 
-  // Tells those who have been in line for a second, and forgets them. Does so
-  // for a while, and closes the endpoint after the same time again, in which
-  // the last of what it has told can leave.
+  // Tells those who have been in line for a second, and forgets them. Closes
+  // the endpoint when it has been used for so many, or for none for so long,
+  // that nobody reads what it has told.
   void TellAll() {
     Clock::time_point now = Clock::now();
-    if (now - opened_at > 2 * kTellTime) {
+    bool full = contacts.size() >= kMaxContacts;
+    if (endpoint && now - told_at > (full ? kTellGrace : kSilenceLimit)) {
       endpoint.reset();
-      if (visitors.empty() || now - visitors[0].since < kAskPeriod) return;
-      for (Visitor& visitor : visitors) visitor.addr = FI_ADDR_UNSPEC;
-      opened_at = now;
+      contacts.clear();
+      full = false;
+    }
+    if (endpoint) endpoint->PollCompletion();
+    if (full || visitors.empty()) return;
+    if (now - visitors.front().since < kAskPeriod) return;
+    if (!endpoint) {
+      if (now - told_at < kAskPeriod) return;  // there was no memory for it
+      told_at = now;
       endpoint.emplace(domain);
     }
-    if (!endpoint) return;
-    endpoint->PollCompletion();
-    if (now - opened_at > kTellTime) return;
-    std::erase_if(visitors, [&](Visitor& visitor) {
+    std::erase_if(visitors, [&](const Visitor& visitor) {
       auto waited = now - visitor.since;
-      return waited > kAskPeriod && (Tell(visitor) || waited > kSilenceLimit);
+      return waited > kSilenceLimit || (waited > kAskPeriod && Tell(visitor));
     });
   }
 
   // Tells a client to ask again. libfabric copies so short a message (fi_inject
   // in fi_msg(3)) and reports no completion. Returns false if it has no room.
-  bool Tell(Visitor& visitor) {
+  bool Tell(const Visitor& visitor) {
+    Address address = AddressIn(visitor.connect);
     try {
-      if (visitor.addr == FI_ADDR_UNSPEC) {
-        visitor.addr = endpoint->AddPeerAddress(AddressIn(visitor.connect));
+      if (!contacts.contains(address)) {
+        contacts[address] = endpoint->AddPeerAddress(address);
       }
     } catch (const std::runtime_error&) {
       return true;  // it is no address
     }
     AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
-    return fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.addr) !=
-           -FI_EAGAIN;
+    ssize_t ret =
+        fi_inject(endpoint->ep, &wait, sizeof(wait), contacts.at(address));
+    if (ret == 0) told_at = Clock::now();
+    return ret != -FI_EAGAIN;
   }
 };
 

@@ -117,12 +117,12 @@ MUTANTS = {
         "test_strangers.py test_byes_of_strangers and 5_reverse"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
-        "    if (now - opened_at > kTellTime) return;\n", "    return;\n",
+        "if (full || visitors.empty()) return;", "return;",
         "test_strangers.py test_line"),
     "given-up": Mutant(
         "who has given up leaves the line", "8_malloc",
-        "return waited > kAskPeriod && (Tell(visitor) || waited > kSilenceLimit);",
-        "return waited > kAskPeriod && !Tell(visitor) && waited > 1h;",
+        "return waited > kSilenceLimit || (waited > kAskPeriod && Tell(visitor));",
+        "return waited > 1h || (waited > kAskPeriod && !Tell(visitor));",
         "test_strangers.py test_line"),
     "tell-when-full": Mutant(
         "a server with places left tells those who wait for one, too", "5_reverse",

@@ -573,15 +573,10 @@ struct Endpoint {
       cqs.push_back(&endpoint->cq.ptr->fid);
       fds.push_back({endpoint->wait_fd, POLLIN, 0});
     }
-    // A descriptor that is always readable lets nobody sleep.
-    bool in_vain = can_be_woken && ++domain.empty_wakes > kEmptyWakes &&
-                   poll(fds.data(), fds.size(), 0) > 0;
-    if (!can_be_woken || in_vain) {
-      // The longer nothing has come, the less often we look. First, though, it
-      // may have been for work that completes nothing: many new connections.
-      bool soon = in_vain && domain.empty_wakes < kManyWakes;
-      auto pause = std::clamp<Clock::duration>(silence / 64, kIdlePause,
-                                               soon ? kIdlePause : kMaxPause);
+    // The longer nothing has come, the less often we look.
+    auto pause =
+        std::clamp<Clock::duration>(silence / 64, kIdlePause, kMaxPause);
+    if (!can_be_woken) {
       std::this_thread::sleep_for(std::min(limit, pause));
       return;
     }
@@ -589,11 +584,19 @@ struct Endpoint {
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
     auto count = static_cast<int>(cqs.size());
     int ret = fi_trywait(domain.fabric, cqs.data(), count);
-    if (ret == -FI_EAGAIN) return;
-    FiCheck(ret, "fi_trywait");
-    auto timeout = std::chrono::ceil<std::chrono::milliseconds>(limit);
-    ret = poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
-    if (ret == 0) domain.empty_wakes = 0;  // it was sleep
+    if (ret != -FI_EAGAIN) {
+      FiCheck(ret, "fi_trywait");
+      auto timeout = std::chrono::ceil<std::chrono::milliseconds>(limit);
+      ret = poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
+      if (ret == 0) domain.empty_wakes = 0;  // it was sleep
+    }
+    // A descriptor that is always readable lets nobody sleep. First, though, it
+    // may be for work that completes nothing: many new connections.
+    if (++domain.empty_wakes > kManyWakes) {
+      std::this_thread::sleep_for(std::min(limit, pause));
+    } else if (domain.empty_wakes > kEmptyWakes) {
+      std::this_thread::sleep_for(std::min<Clock::duration>(limit, kIdlePause));
+    }
   }
 
   // Polls until `done` returns true. Error messages begin with `what`. During
@@ -889,8 +892,8 @@ struct Session {
       if (!waiting) printf("The server can't serve us yet: waiting\n");
       waiting = true;
       SendAddress(AppMessageType::kConnect);
-      return false;
     }
+    if (TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
     return true;
@@ -909,8 +912,8 @@ struct Session {
   }
 };
 
-// The clients that wait to be served. It tells them to ask again and forgets
-// them, so those who have given up are not in line for long.
+// The clients that wait to be served. After a second in line it tells them to
+// ask again and forgets them, so only those who are still there stay in it.
 struct WaitingLine {
   struct Visitor {
     AppConnectMessage connect;
@@ -918,6 +921,7 @@ struct WaitingLine {
   };
   Domain& domain;
   std::deque<Visitor> visitors = {};
+  std::deque<Visitor> untold = {};  // no longer in line, and to be told
   // From which they are told. Their addresses may be invented, and closing it
   // ends whatever is on its way to them.
   std::optional<Endpoint> endpoint = {};
@@ -934,9 +938,9 @@ struct WaitingLine {
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
   }
 
-  // Tells those who have been in line for a second, and forgets them. Closes
-  // the endpoint when it has been used for so many, or for none for so long,
-  // that nobody reads what it has told.
+  // Tells those who have been in line for a second. Closes the endpoint when it
+  // has been used for many addresses, or for none for so long that nobody waits
+  // for what it has told.
   void TellAll() {
     Clock::time_point now = Clock::now();
     bool full = contacts.size() >= kMaxContacts;
@@ -946,16 +950,18 @@ struct WaitingLine {
       full = false;
     }
     if (endpoint) endpoint->PollCompletion();
-    if (full || visitors.empty()) return;
-    if (now - visitors.front().since < kAskPeriod) return;
+    while (!visitors.empty() && now - visitors.front().since > kAskPeriod) {
+      if (untold.size() < kMaxWaiting) untold.push_back(visitors.front());
+      visitors.pop_front();
+    }
+    if (full || untold.empty()) return;
     if (!endpoint) {
       if (now - told_at < kAskPeriod) return;  // there was no memory for it
       told_at = now;
       endpoint.emplace(domain);
     }
-    std::erase_if(visitors, [&](const Visitor& visitor) {
-      auto waited = now - visitor.since;
-      return waited > kSilenceLimit || (waited > kAskPeriod && Tell(visitor));
+    std::erase_if(untold, [&](const Visitor& visitor) {
+      return now - visitor.since > kSilenceLimit || Tell(visitor);
     });
   }
 

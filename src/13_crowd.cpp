@@ -575,15 +575,10 @@ struct Endpoint {
       cqs.push_back(&endpoint->cq.ptr->fid);
       fds.push_back({endpoint->wait_fd, POLLIN, 0});
     }
-    // A descriptor that is always readable lets nobody sleep.
-    bool in_vain = can_be_woken && ++domain.empty_wakes > kEmptyWakes &&
-                   poll(fds.data(), fds.size(), 0) > 0;
-    if (!can_be_woken || in_vain) {
-      // The longer nothing has come, the less often we look. First, though, it
-      // may have been for work that completes nothing: many new connections.
-      bool soon = in_vain && domain.empty_wakes < kManyWakes;
-      auto pause = std::clamp<Clock::duration>(silence / 64, kIdlePause,
-                                               soon ? kIdlePause : kMaxPause);
+    // The longer nothing has come, the less often we look.
+    auto pause =
+        std::clamp<Clock::duration>(silence / 64, kIdlePause, kMaxPause);
+    if (!can_be_woken) {
       std::this_thread::sleep_for(std::min(limit, pause));
       return;
     }
@@ -591,11 +586,19 @@ struct Endpoint {
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
     auto count = static_cast<int>(cqs.size());
     int ret = fi_trywait(domain.fabric, cqs.data(), count);
-    if (ret == -FI_EAGAIN) return;
-    FiCheck(ret, "fi_trywait");
-    auto timeout = std::chrono::ceil<std::chrono::milliseconds>(limit);
-    ret = poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
-    if (ret == 0) domain.empty_wakes = 0;  // it was sleep
+    if (ret != -FI_EAGAIN) {
+      FiCheck(ret, "fi_trywait");
+      auto timeout = std::chrono::ceil<std::chrono::milliseconds>(limit);
+      ret = poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
+      if (ret == 0) domain.empty_wakes = 0;  // it was sleep
+    }
+    // A descriptor that is always readable lets nobody sleep. First, though, it
+    // may be for work that completes nothing: many new connections.
+    if (++domain.empty_wakes > kManyWakes) {
+      std::this_thread::sleep_for(std::min(limit, pause));
+    } else if (domain.empty_wakes > kEmptyWakes) {
+      std::this_thread::sleep_for(std::min<Clock::duration>(limit, kIdlePause));
+    }
   }
 
   // Polls until `done` returns true. Error messages begin with `what`. During

@@ -814,8 +814,8 @@ struct Session {
       if (!waiting) printf("The server can't serve us yet: waiting\n");
       waiting = true;
       SendAddress(AppMessageType::kConnect);
-      return false;
     }
+    if (TypeOf(*message) != AppMessageType::kAccept) return false;
     peer = endpoint.AddPeerAddress(
         AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
     return true;
@@ -834,8 +834,8 @@ struct Session {
   }
 };
 
-// The clients that wait to be served. It tells them to ask again and forgets
-// them, so those who have given up are not in line for long.
+// The clients that wait to be served. After a second in line it tells them to
+// ask again and forgets them, so only those who are still there stay in it.
 struct WaitingLine {
   struct Visitor {
     AppConnectMessage connect;
@@ -843,6 +843,7 @@ struct WaitingLine {
   };
   Domain& domain;
   std::deque<Visitor> visitors = {};
+  std::deque<Visitor> untold = {};  // no longer in line, and to be told
   // From which they are told. Their addresses may be invented, and closing it
   // ends whatever is on its way to them.
   std::optional<Endpoint> endpoint = {};
@@ -859,9 +860,9 @@ struct WaitingLine {
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
   }
 
-  // Tells those who have been in line for a second, and forgets them. Closes
-  // the endpoint when it has been used for so many, or for none for so long,
-  // that nobody reads what it has told.
+  // Tells those who have been in line for a second. Closes the endpoint when it
+  // has been used for many addresses, or for none for so long that nobody waits
+  // for what it has told.
   void TellAll() {
     Clock::time_point now = Clock::now();
     bool full = contacts.size() >= kMaxContacts;
@@ -871,16 +872,18 @@ struct WaitingLine {
       full = false;
     }
     if (endpoint) endpoint->PollCompletion();
-    if (full || visitors.empty()) return;
-    if (now - visitors.front().since < kAskPeriod) return;
+    while (!visitors.empty() && now - visitors.front().since > kAskPeriod) {
+      if (untold.size() < kMaxWaiting) untold.push_back(visitors.front());
+      visitors.pop_front();
+    }
+    if (full || untold.empty()) return;
     if (!endpoint) {
       if (now - told_at < kAskPeriod) return;  // there was no memory for it
       told_at = now;
       endpoint.emplace(domain);
     }
-    std::erase_if(visitors, [&](const Visitor& visitor) {
-      auto waited = now - visitor.since;
-      return waited > kSilenceLimit || (waited > kAskPeriod && Tell(visitor));
+    std::erase_if(untold, [&](const Visitor& visitor) {
+      return now - visitor.since > kSilenceLimit || Tell(visitor);
     });
   }
 

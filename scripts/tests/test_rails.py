@@ -354,7 +354,7 @@ def test_flood_of_rails(run, serve):
     client = FakeClient(run, server)
     client.open_session()
     client.peer(server.address)
-    most = 64
+    most = 4
     # It takes connections without a word.
     with socket.create_server(("", 0)) as mute:
         port = mute.getsockname()[1].to_bytes(2, "big")

@@ -627,7 +627,7 @@ struct Endpoint {
     RdmaOp done = std::move(*op);
     op->in_flight = false;
     free_ops.push_back(op);
-    // A SEND may complete on this side alone, and a RECV take anybody's message:
+    // A SEND may complete on this side alone, a RECV takes anybody's message:
     // they say nothing about the peer.
     if (done.OneSided() && error.empty()) RestartSilence();
     done.error = error;

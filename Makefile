@@ -22,6 +22,11 @@ CXXFLAGS ?= -O2 -g
 CHAPTER ?= 7_queue
 OUR_CXXFLAGS := -std=c++20 -Wall -Wextra -Werror
 
+# make takes a blank for the end of a name.
+ifneq ($(words $(BUILD)),1)
+$(error BUILD has to be the name of one folder, without blanks; it is '$(BUILD)')
+endif
+
 # The programs of the tutorial, and programs of your own, which are those with another
 # name: src/mine.cpp. Only `make`, `make mine`, `make demo` and `make diff-mine` look at
 # these.
@@ -63,10 +68,13 @@ ifeq ($(CUDA_LIB),)
 $(warning no libcudart_static.a under $(CUDA_HOME): building without CUDA)
 endif
 endif
+# The programs that use GPUs say so: #ifdef USE_CUDA.
+USE_GPUS := $(filter $(PROGRAMS) $(OWN),$(basename $(notdir \
+  $(shell grep -l USE_CUDA src/*.cpp))))
 ifneq ($(CUDA_LIB),)
 # With the static runtime, programs start even where there is no driver.
-CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
-CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
+$(USE_GPUS:%=$(BUILD)/%): CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
+$(USE_GPUS:%=$(BUILD)/%): CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
 endif
 
 # ---- What is missing ----
@@ -100,12 +108,6 @@ $(LEFT_OUT:%=$(BUILD)/%): FORCE
 	@$(error $(NO_XXHASH))
 endif
 
-# Programs before 6_write, and those based on them, do not use GPUs.
-WITHOUT_GPUS := $(BUILD)/2_first $(BUILD)/4_hello $(BUILD)/5_reverse \
-  $(BUILD)/12_sleep $(BUILD)/13_crowd
-$(WITHOUT_GPUS): CUDA_CXXFLAGS :=
-$(WITHOUT_GPUS): CUDA_LIBS :=
-
 $(BUILD)/%: src/%.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
@@ -132,10 +134,9 @@ $(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp \
 # The programs that use GPUs, built once more for machines without a GPU and without
 # the CUDA Toolkit: a folder that looks like the toolkit's holds a header and a
 # library of ours. The optimizer would take longer than the tests run them.
-GPU_PROGRAMS := $(filter $(PROGRAMS),$(basename $(notdir \
-  $(shell grep -l USE_CUDA src/*.cpp))))
 .PHONY: stand-ins
-stand-ins: $(BUILD)/strict.so $(GPU_PROGRAMS:%=$(BUILD)/cuda/%)
+stand-ins: $(BUILD)/strict.so $(patsubst %,$(BUILD)/cuda/%,\
+  $(filter $(PROGRAMS),$(USE_GPUS)))
 $(BUILD)/cuda/lib64/libcudart_static.a: scripts/tests/cuda_stub.cpp \
   scripts/tests/cuda_runtime.h $(BUILD)/.flags
 	@mkdir -p $(BUILD)/cuda/include $(@D)

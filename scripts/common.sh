@@ -22,7 +22,8 @@ python_with() {  # MODULE...
       return
     fi
   done
-  echo "error: no python3 in PATH has: $*; scripts/install-deps.sh installs it" >&2
+  echo "error: no python3 in PATH has: $*; scripts/install-deps.sh --help names the" \
+    "group of packages that installs it" >&2
   return 1
 }
 
@@ -124,7 +125,7 @@ stand_in_for_psm() {  # FOLDER PROGRAM
   for library in $(grep -oE '^\s*libpsm(_infinipath|2)\.so\S+' <<<"$libraries"); do
     mkdir -p "$1"
     sed 's|.*|int &() { return 0; }|' <<<"$functions" |
-      "${CC:-gcc}" -x c - -w -shared -fPIC -o "$1/$library" -Wl,-soname,"$library" \
+      ${CXX:-g++} -x c - -w -shared -fPIC -o "$1/$library" -Wl,-soname,"$library" \
         -Wl,--version-script,<(echo 'PSM2_1.0 { *; };')
   done
   # If it has become another version, there is nothing to gain.

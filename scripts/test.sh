@@ -8,6 +8,17 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
 
+# Building takes minutes, so what is missing is said first.
+python=$(python_with pytest xdist)
+compiler=${CXX:-g++}
+for tool in make git "${compiler%% *}"; do
+  command -v "$tool" >/dev/null || {
+    echo "error: there is no $tool in PATH; scripts/install-deps.sh build test" \
+      "installs what is missing" >&2
+    exit 1
+  }
+done
+
 # The tests look for the programs here.
 export BUILD=build
 # A program of somebody's own is no matter of the tests, and may be half done.
@@ -20,7 +31,6 @@ make -j2 all OWN= build/sanitized/allocator BUILD=build/sanitized \
 stand_in_for_psm "$PWD/build/no-psm" build/4_hello
 export LD_LIBRARY_PATH="$PWD/build/no-psm${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 
-python=$(python_with pytest xdist)
 # Most tests spend their time waiting, so several of them wait at a time. On two
 # cores, five took a tenth less time than four; six took as long.
 without_symbols "$python" -m pytest -n 5 --dist loadgroup -rs \

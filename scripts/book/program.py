@@ -13,6 +13,7 @@ from pygments.token import Comment, Keyword, Name, Number, String
 
 import chapters
 import lines
+import naming
 import repository
 
 # The classes of what has a colour. All else goes without a <span>, which halves a page.
@@ -102,7 +103,7 @@ class Program:
         self.source = lines.source_lines(page.root, self.name)[:-1]
         self.html = highlight("\n".join(self.source) + "\n")
         assert len(self.html) == len(self.source), self.name
-        self.naming = lines.Naming([page], self.source)
+        self.naming = naming.Naming(page, self.source)
         self.excerpts = {}  # the line of a block in the chapter: its parts
         for block in page.blocks:
             parts = lines.shown_parts(block, self.source)
@@ -128,7 +129,7 @@ class Program:
         targets = {}
         for name, those in found.items():
             if those[0].kind == "value" and (
-                    len(those) > 1 or lines.is_common(those[0])):
+                    len(those) > 1 or naming.is_common(those[0])):
                 continue
             # A declaration only tells that there is a definition elsewhere.
             targets[name] = min(those, key=lambda d: (

@@ -7,7 +7,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import urllib.parse
 
 import pytest
@@ -20,6 +19,7 @@ from repository import ROOT, make, number, parent
 pytest.importorskip("markdown_it", reason="scripts/install-deps.sh book installs it")
 import book  # noqa: E402
 import manual  # noqa: E402
+import naming  # noqa: E402
 import program  # noqa: E402
 
 # In one worker: each builds a book of its own.
@@ -96,12 +96,6 @@ def pages(out):
     return {str(path.relative_to(out)): Read(path) for path in sorted(out.rglob("*.html"))}
 
 
-def test_a_page_for_each_chapter(pages):
-    for name in PAGES:
-        assert f"{name}.html" in pages
-    assert "index.html" in pages
-
-
 def test_links(out, pages):
     """They lead to a page of the book that has the place, or into the web. No two places
     of a page have the same name."""
@@ -164,19 +158,11 @@ def test_excerpts(pages, name):
     wanted = [block for block in page.blocks if chapters.excerpt(block) is not None]
     assert len(found) == len(wanted) and (found or not page.is_main)
     shown = set()
-    for (where, text), block in zip(found, wanted):
+    for (where, _), block in zip(found, wanted):
         ranges = [range(int(first) - 1, int(last)) for first, last in
                   (part.split("-") for part in where.split(","))]
         parts = [part for _, part in chapters.excerpt(block) if part]
         assert [[source[at] for at in lines_] for lines_ in ranges] == parts
-        said = "lines " + ", ".join(
-            f"{r[0] + 1} to {r[-1] + 1}" if len(r) > 1 else f"{r[0] + 1}" for r in ranges)
-        said = " and ".join(said.rsplit(", ", 1))
-        if len(ranges) == len(ranges[0]) == 1:
-            said = said.replace("lines", "line")
-        # After that comes the code, or the function that it is in.
-        assert text.startswith((said + parts[0][0], said + ", in ")) or \
-            block.info == "diff" and text.startswith(said), (text[:60], said)
         shown.update(*ranges)
     assert shown == lines.shown_lines(page, source)
 
@@ -241,11 +227,12 @@ def test_step(programs, name):
 
 @pytest.mark.parametrize("name", BESIDE)
 def test_passages(out, pages, name):
-    """Each line leads to the excerpt that shows it, or to a name; none that the account
-    of lines.py has is without a passage, unless a comment explains it."""
+    """Each line leads to the excerpt that shows it, or to the name of what it belongs
+    to."""
     page = PAGES[name]
     source = lines.source_lines(ROOT, page.program)
-    naming = lines.Naming([page], source)
+    shown = lines.shown_lines(page, source)
+    words = naming.Naming(page, source)
     text = (out / f"{name}.html").read_text()
     runs = re.search(r'id="passages">(\[.*?\])</script>', text)[1]
     kinds = {}
@@ -254,11 +241,8 @@ def test_passages(out, pages, name):
         kinds.update(dict.fromkeys(range(first - 1, last), kind))
     for at in range(len(source) - 1):
         if source[at].strip():
-            wanted = "shown" if at in naming.shown else \
-                "named" if naming.word(at) else None
+            wanted = "shown" if at in shown else "named" if words.word(at) else None
             assert kinds.get(at) == wanted or wanted is None and kinds.get(at) == "earlier"
-    assert not [at for at in lines.new_lines(page, source)
-                if at not in kinds and not naming.explained(at)]
 
 
 def test_notes(pages):
@@ -268,12 +252,6 @@ def test_notes(pages):
         count = len(set(re.findall(r"(?m)^\[\^(\w+)\]:", text)))
         notes = pages[f"{name}.html"].notes
         assert notes == [f"note-{n}" for n in range(1, count + 1)]
-
-
-def test_pictures_say_what_they_show(pages):
-    for name, page in pages.items():
-        for image in page.images:
-            assert image["alt"] and image["width"] and image["height"], (name, image)
 
 
 def test_figures(tmp_path):
@@ -293,48 +271,6 @@ def test_figures(tmp_path):
     assert 'width="650" height="400"' in text
     assert "client → server: CONNECT (address)" in text
     assert built.not_drawn == 0
-
-
-def test_no_pytest():
-    """Who builds the book need not install it."""
-    subprocess.run(
-        [sys.executable, "-c", "import sys; sys.modules['pytest'] = None; "
-         f"sys.path.insert(0, '{ROOT}/scripts/book'); import book"], check=True)
-
-
-def test_figure_text():
-    assert book.figure_text(
-        'flowchart LR\n  H["4 hello<br>one <b>message</b>"] --> R["5 reverse"]\n'
-        "  R -.-> H\n") == ("<li>4 hello one message → 5 reverse</li>"
-                            "<li>5 reverse → 4 hello one message</li>")
-
-
-def test_diff_of_two_parts():
-    """The second diff counts its lines from where the application begins."""
-    before = ["a", "b", "//", "// The application", "//", "old", "same"]
-    after = ["a", "c", "b", "//", "// The application", "//", "same", "new"]
-    text = """==== 1. What b shares with a ====
-
---- a/src/a.cpp
-+++ b/src/b.cpp
-@@ -1,2 +1,3 @@
- a
-+c
- b
-
-==== 2. The application of b, in place of that of a ====
-(It begins at line 4 of src/b.cpp, which is line 1 here.)
-
---- a/src/a.cpp
-+++ b/src/b.cpp
-@@ -4 +3,0 @@
--old
-@@ -5,0 +5 @@
-+new
-"""
-    step = program.read_diff(text, before, after)
-    assert step.new == {1, 7} and step.removed == {6: [5]}
-    assert step.before == {0: 0, 2: 1, 3: 2, 4: 3, 5: 4, 6: 6}
 
 
 def test_manual(tmp_path):
@@ -361,15 +297,6 @@ def test_manual(tmp_path):
     assert '<a href="fi_cq.3.html">' in text and "fi_none.3.html" not in text
 
 
-@pytest.mark.parametrize("path,name", [
-    ("README.md", "index.html"), ("chapters/6_write.md", "6_write.html"),
-    ("Makefile", "files/Makefile.html"),
-    ("scripts/README.md", "contributing.html"),
-    ("scripts/exercises/6_write.patch", "files/scripts-exercises-6_write.patch.html")])
-def test_page_names(path, name):
-    assert book.page_name(path) == name
-
-
 # ---- The menu and the search ----
 
 def test_menu(out, pages):
@@ -387,37 +314,27 @@ def index(out):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_search_knows_all_words(pages, index, name):
-    """Of the text, of what is typed and printed, of the figures and of the programs."""
+    """Of the text, of what is typed and printed, and of the programs."""
     found = [entry for entry in index["text"] if entry[0] == f"{name}.html"]
     assert all(place in pages[f"{name}.html"].ids for _, place, _, _ in found)
     known = "\n".join([text or heading for _, _, heading, text in found] +
                       [line for line, *_ in index["code"]])
-    page = PAGES[name]
-    # Without rules of tables, the marks of notes, and where links lead to.
-    text = chapters.without_targets(page.prose)
-    words = set(re.findall(r"\w+", re.sub(r"<[^>]*>|\[\^\w+\]|(?m:^\| -.*|^ *\d+\. )", "", text)))
-    for block in page.blocks:
-        words |= set(re.findall(r"\w+", "\n".join(block.lines)) if block.info != "mermaid" else
-                     re.findall(r'"([A-Za-z]+)', "\n".join(block.lines)))
-    for picture in re.findall(r"\((\w+\.svg)\)", page.prose):
-        words |= set(re.findall(r"\w+", book.svg_text(f"{ROOT}/chapters/{picture}")))
+    words = re.findall(r"\w+", chapters.without_targets(re.sub(
+        r"<[^>]*>|\[\^\w+\]|(?m:^\| -.*|^ *\d+\. )", "", PAGES[name].prose)))
+    for block in PAGES[name].blocks:
+        words += re.findall(r"\w+" if block.info != "mermaid" else r'"([A-Za-z]+)',
+                            "\n".join(block.lines))
     assert not [word for word in words if word not in known]
 
 
-def test_search_knows_other_words(index):
-    """One of those that the search takes for the same is there."""
-    known = "\n".join(text for *_, text in index["text"]).lower()
-    for words in index["same"]:
-        assert any(re.search(word, known) for word in words), words
-
-
 def test_figures_need_nothing_of_the_page(out, pages):
-    """They are pictures, which see no style of the page. One that does not know of themes
-    gets a light background."""
+    """They are pictures with a text, which see no style of the page. One that does not
+    know of themes gets a light background."""
     for name, page in pages.items():
         text = (out / name).read_text()
         assert text.count("<svg") == text.count('<div class="map"'), name
         for image in page.images:
+            assert image["alt"] and image["width"] and image["height"], (name, image)
             path = out / os.path.dirname(name) / image["src"]
             themed = path.suffix == ".svg" and "prefers-color-scheme" in path.read_text()
             assert themed or image.get("class") in ("plain", "light", "dark"), image
@@ -478,37 +395,19 @@ def test_programs_stand_beside_chapters_of_their_number(tmp_path):
     assert '["1_one","1_first.html"]' in index and index.count('"int extra = 3;"') == 1
 
 
-def test_checks_take_all_chapters_of_a_program(tmp_path):
-    """A name may be in one of them, a line be shown in one of them."""
+def test_names_may_be_in_any_chapter_of_a_program(tmp_path):
     small_book(tmp_path, **{
-        "src/2_more.cpp": "// Based on 1_one.\nint one = 1;\nint more = fi_read();\n"
-                          "int extra = 3;\nint left = 4;\n",
-        "chapters/2_extra.md": "# 2. Extra\n\n[It](../src/2_more.cpp), `fi_read`\n\n"
-                               "```cpp\nint extra = 3;\n```\n",
-        "chapters/2_more.md": "# 2. More\n\n[It](../src/2_more.cpp), `more`\n"})
+        "src/2_more.cpp": "// Based on 1_one.\nint more = fi_read();\n",
+        "chapters/2_extra.md": "# 2. Extra\n\n[It](../src/2_more.cpp), `fi_read`\n",
+        "chapters/2_more.md": "# 2. More\n\n[It](../src/2_more.cpp)\n"})
     more, extra = (chapters.Page(tmp_path, f"chapters/2_{name}.md")
                    for name in ("more", "extra"))
     assert chapters.check_names(more) == chapters.check_names(extra) == []
-    assert lines.check_lines(more) == [
-        "chapters/2_more.md: neither shown nor named nor explained by a comment: left, "
-        "in line 5 of src/2_more.cpp"]
-    assert lines.check_lines(extra) == []
-    assert chapters.check_numbers(tmp_path) == []
-
-
-def test_numbered_programs_of_ones_own(tmp_path):
-    """A number makes no difference to the book: it has the pages that it has without."""
-    wanted = small_book(tmp_path / "without")
-    found = small_book(tmp_path / "with", **{
-        f"src/{name}.cpp": "int main() {\n" for name in
-        ["0_mine", "1_mine", "1_zero", "2_mine", "2_zero", "3_mine", "11_mine"]})
-    assert found == wanted
 
 
 # ---- What it takes ----
 
-@pytest.mark.parametrize("missing", [True, False])
-@pytest.mark.parametrize("figures", ["", "no"])
+@pytest.mark.parametrize("missing,figures", [(True, ""), (True, "no"), (False, "")])
 def test_says_what_it_installs(tmp_path, missing, figures):
     """Before it does."""
     (tmp_path / "scripts/book").mkdir(parents=True)
@@ -528,18 +427,3 @@ def test_says_what_it_installs(tmp_path, missing, figures):
     assert ("to build the pages: mandoc\n" in said) == missing
     assert ("to draw: npm\n" in said) == (missing and not figures)
     assert ("Nothing has to be installed.\n" in said) == (not missing)
-
-
-def test_says_what_figures_take(tmp_path):
-    """If one has to be drawn."""
-    (tmp_path / "scripts/book").mkdir(parents=True)
-    for name in "common.sh", "install-deps.sh", "book/figures.sh":
-        shutil.copy(f"{ROOT}/scripts/{name}", tmp_path / "scripts" / name)
-    (tmp_path / "chapters").mkdir()
-    (tmp_path / "scripts/README.md").write_text("")
-    for text, wanted in [("# 0\n", ""), ("```mermaid\nflowchart LR\n```\n", "npm")]:
-        (tmp_path / "chapters/0_a.md").write_text(text)
-        done = subprocess.run(["scripts/book/figures.sh", "--list"], cwd=tmp_path,
-                              check=True, text=True, capture_output=True)
-        assert wanted in done.stdout and bool(done.stdout) == bool(wanted)
-        assert not (tmp_path / "build/figures/node_modules").exists()

@@ -43,10 +43,80 @@ def test_page(check, path):
 
 @pytest.mark.parametrize("program", chapters.pages_of_programs(ROOT))
 def test_lines(program):
-    """Every line of a step is shown, or what it belongs to is named."""
+    """Its chapters quote enough of its new lines, and count them right."""
     page = chapters.pages_of_programs(ROOT)[program]
     messages = lines.check_lines(page) + lines.check_counts(page)
     assert not messages, "\n".join(messages)
+
+
+def test_limits():
+    """Each is that of a program."""
+    assert set(lines.LEAST) <= set(chapters.programs(ROOT))
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """Chapters and programs, for tests that change them."""
+    folder = tmp_path_factory.mktemp("copy")
+    for name in "src", "chapters":
+        shutil.copytree(f"{ROOT}/{name}", folder / name)
+    shutil.copy(f"{ROOT}/README.md", folder)
+    return folder
+
+
+@pytest.mark.parametrize("path", PAGES)
+def test_finds_what_is_not_quoted(copy, path):
+    """A chapter fails that is nothing but its heading and a link to its program, and one
+    that has lost the excerpt with most new lines. If a chapter has got better and fails
+    only here, its number in lines.LEAST has to rise."""
+    page = Page(ROOT, path)
+    if page.program not in lines.LEAST:
+        return
+    source = lines.source_lines(ROOT, page.program)
+    new = lines.new_lines(page, source)
+
+    def quoted(block):
+        return {n for _, where in lines.shown_parts(block, source) for n in where} & new
+
+    largest = max(page.blocks, key=lambda block: len(quoted(block)), default=None)
+    if not largest or not quoted(largest):
+        return  # an epilogue
+    rows = page.text.split("\n")
+    first = largest.line - 1
+    without = rows[:first] + rows[first + len(largest.lines):]
+    heading = [rows[0], f"[Program](../src/{page.program}.cpp)"]
+    main = page.companions[0].path
+    assert lines.check_lines(Page(copy, main)) == []
+    for changed in heading, without:
+        (copy / path).write_text("\n".join(changed) + "\n")
+        messages = lines.check_lines(Page(copy, main))
+        (copy / path).write_text(page.text)
+        assert len(messages) == 1 and messages[0].startswith(f"{main}: only "), messages
+
+
+def test_lines_are_counted(tmp_path):
+    """Those that are new, in an excerpt, and code. Text and comments that name them count
+    for nothing, and a program has to have a limit."""
+    excerpt = "```cpp\nint two = 2;\n```\n"
+    for path, text in {
+            "src/4_a.cpp": "int main() {\n  return 0;\n}\n",
+            "src/5_b.cpp": "// Based on 4_a.\n#include <new>\n\n// one: explained\n"
+                           "int one = 1;\nint two = 2;\nint main() {\n    return 0;\n}\n",
+            "chapters/4_a.md": "# A\n",
+            "chapters/5_b.md": f"# B\n\n`one`. It removes 0\nlines and adds 9.\n\n{excerpt}",
+            "chapters/5_more.md": "# More\n\n[Program](../src/5_b.cpp)\n"}.items():
+        (tmp_path / path).parent.mkdir(exist_ok=True)
+        (tmp_path / path).write_text(text)
+    page = Page(tmp_path, "chapters/5_b.md")
+    assert lines.share(page) == 50
+    assert lines.check_lines(page) == [
+        "chapters/5_b.md: LEAST in scripts/book/lines.py has no 5_b"]
+    assert lines.check_counts(page) == [
+        "chapters/5_b.md:3: the step removes 1 lines and adds 7"]
+    # What another page about the program quotes counts as well.
+    (tmp_path / "chapters/5_more.md").write_text(
+        "[Program](../src/5_b.cpp)\n" + excerpt.replace("two = 2", "one = 1"))
+    assert lines.share(Page(tmp_path, "chapters/5_b.md")) == 100
 
 
 def test_every_script_is_described():
@@ -176,60 +246,6 @@ def sample(folder, path=None, old=None, new=None):
         (folder / name).write_text(text)
 
 
-# A program in which each kind of definition is somewhere.
-DEFINITIONS = """\
-constexpr int kShown = 1;
-constexpr int kNamed = 2;  // a comment
-enum class Kind : int { kFirst, kSecond };
-
-template <typename T>
-struct Pair {
-  std::function<void(int)> callback;
-  T member = {};
-  int* Pointer() const { return nullptr; }
-  explicit Pair(int number, const std::function<void(int)>& done,
-                bool late = false)
-      : member(number) {
-    done(number);
-  }
-};
-
-using Free = std::unique_ptr<int, void (*)(int*)>;
-
-int main() {
-  return 0;
-}
-
-// Explained by a comment.
-int Explained() {
-  return 24;
-}
-"""
-
-
-def test_lines_are_counted(tmp_path):
-    found = list(lines.definitions(DEFINITIONS.split("\n")))
-    assert [(d.name, d.first + 1, d.last + 1) for d in found] == [
-        ("kShown", 1, 1), ("kNamed", 2, 2), ("Kind", 3, 3), ("Pair", 5, 15),
-        ("callback", 7, 7), ("member", 8, 8), ("Pointer", 9, 9), ("Pair", 10, 14),
-        ("Free", 17, 17), ("main", 19, 21), ("Explained", 24, 26)]
-    for folder, name, text in [
-            ("src", "4_a.cpp", "int main() {\n  return 0;\n}\n"),
-            ("src", "5_b.cpp", "// Based on 4_a.\n" + DEFINITIONS),
-            ("chapters", "4_a.md", "# A\n"),
-            ("chapters", "5_b.md", "# B\n\n`kNamed`, `Pair::Pointer`. It removes 0 "
-             "lines\nand adds 18.\n\n```cpp\nconstexpr int kShown = 1;\n```\n")]:
-        (tmp_path / folder).mkdir(exist_ok=True)
-        (tmp_path / folder / name).write_text(text)
-    page = Page(tmp_path, "chapters/5_b.md")
-    assert lines.check_lines(page) == [
-        f"chapters/5_b.md: neither shown nor named nor explained by a comment: {name} of "
-        "src/5_b.cpp"
-        for name in ["Kind, in line 4", "Free, in line 18"]]
-    assert lines.check_counts(page) == [
-        "chapters/5_b.md:3: the step removes 0 lines and adds 24"]
-
-
 README = "README.md"
 HELLO = "chapters/4_hello.md"
 REVERSE = "chapters/5_reverse.md"
@@ -273,27 +289,13 @@ def test_excerpts_of_ones_own(tmp_path):
     own = tmp_path / "scripts/own"
     (own / "more.patch").write_text(
         (own / "mine.patch").read_text().replace("mine", "more"))
-    second = text.replace("mine", "more")
-    for blocks, messages in [
-            ([text, "  mine();", second, "  more();"], []),
-            ([text, "  more();", second, "  mine();"], [
-                f'{page}:9: not in scripts/own/mine.patch: "  more();"',
-                f'{page}:20: not in scripts/own/more.patch: "  mine();"'])]:
-        (tmp_path / page).write_text("\n".join(
-            block if block.startswith("#") else f"```cpp\n{block}\n```\n"
-            for block in blocks))
-        assert chapters.check_excerpts(Page(tmp_path, page)) == messages
+    (tmp_path / page).write_text(text + "```cpp\n  more();\n```\n"
+                                 + text.replace("mine", "more")
+                                 + "```cpp\n  more();\n```\n")
+    assert chapters.check_excerpts(Page(tmp_path, page)) == [
+        f'{page}:8: not in scripts/own/mine.patch: "  more();"']
     (tmp_path / page).write_text(f"```cpp\n  mine();\n```\n{text}")
     assert len(chapters.check_blocks(Page(tmp_path, page))) == 1
-    # Or of a program that it links to.
-    for line, messages in [("  first();", []), ("  mine();", [
-            f'{page}:4: not in src/4_hello.cpp: "  mine();"'])]:
-        (tmp_path / page).write_text(
-            f"[Hello](../src/4_hello.cpp)\n\n```cpp\n{line}\n```\n")
-        found = Page(tmp_path, page)
-        assert chapters.check_blocks(found) == []
-        assert chapters.check_excerpts(found) == messages
-
 
 def test_programs_are_a_tree(tmp_path):
     """A diff starts from the program that the chapter's is based on. New are the names
@@ -323,29 +325,17 @@ FAULTS = {
               "     }\n     third();\n       second();",
               ':15: not in src/4_hello.cpp after the line above it: '
               '"    second();"'),
-    "left-out": ("check_excerpts", HELLO, "     // ...\n       s", "       s",
-                 ':12: not in src/4_hello.cpp after the line above it: '
-                 '"    second();"'),
     "elision": ("check_excerpts", HELLO, "     third();\n",
                 "     // ...\n     first();\n",
                 ':16: stands before what is shown above it in src/4_hello.cpp: '
                 '"  first();"'),
-    "one-after-all": ("check_excerpts", HELLO, "     // ...\n   ```",
-                      "   }\n     // ...\n   }\n   ```",
-                      ':18: stands before what is shown above it in '
-                      'src/4_hello.cpp: "}"'),
     "empty": ("check_excerpts", REVERSE, SAMPLE[REVERSE].split("c++\n")[1],
               "// ...\n```\n", ":26: an excerpt of nothing"),
     "c": ("check_blocks", HELLO, "```cpp", "```c", ':10: a block of "c"; there'),
-    "no-info": ("check_blocks", HELLO, "```cpp", "```", ':10: a block of ""; there'),
-    "tildes": ("check_blocks", HELLO, "1. An", "~~~c\n~~~\n1. An",
-               ':8: a block of "c"; there'),
     "quoted": ("check_blocks", HELLO, "1. An", "> ```c\n\n1. An",
                ":8: code outside a fenced block"),
     "tag": ("check_blocks", HELLO, "1. An", "<pre>x;</pre>\n\n1. An",
             ":8: code outside a fenced block"),
-    "by-blanks": ("check_blocks", HELLO, "1. An", "    x;\n\n1. An",
-                  ":8: code outside a fenced block"),
     "no-end": ("check_blocks", HELLO, "fi_mermaid\n```\n", "fi_mermaid\n",
                ":19: this block does not end"),
     "no-program": ("check_blocks", "chapters/3_setup.md", "Next",
@@ -359,13 +349,6 @@ FAULTS = {
     "removed": ("check_diffs", REVERSE, "-    second", "-    third",
                 ':12: not in src/4_hello.cpp after the line above it: '
                 '"    third();"'),
-    "swapped": ("check_diffs", REVERSE, "-    second();\n+    last",
-                "+    second();\n-    last",
-                ':13: not in src/4_hello.cpp after the line above it: '
-                '"    last();"'),
-    "context": ("check_diffs", REVERSE, "   third();\n...", "   first();\n...",
-                ':17: not in src/4_hello.cpp after the line above it: '
-                '"  first();"'),
     "no-mark": ("check_diffs", REVERSE, "+    last", "*    last",
                 ':13: neither +, - nor a blank: "    last();"'),
     "no-change": ("check_diffs", REVERSE,
@@ -380,40 +363,20 @@ FAULTS = {
     "name-in-link": ("check_names", REVERSE, "`cudaMalloc` is",
                      "[This](x/cudaMalloc) https://example.org/cudaMalloc is",
                      "not named outside of code blocks: cudaMalloc"),
-    "name-in-comment": ("check_names", REVERSE, "`cudaMalloc` is",
-                        "<!-- cudaMalloc --> This is",
-                        "not named outside of code blocks: cudaMalloc"),
     "dead": ("check_links", README, "3_setup.md", "3_start.md",
              "README.md:3: dead link, no such file: chapters/3_start.md"),
-    "image": ("check_links", REVERSE, "![drawn](../src)", "![drawn](drawn.png)",
-              ":7: dead link, no such file: drawn.png"),
     "fragment": ("check_links", README, "#reverse", "#reversed",
                  ":3: dead link, no such heading: chapters/5_reverse.md#reversed"),
-    "own-fragment": ("check_links", HELLO, "FI_SEND", "[FI_SEND](#send)",
-                     ":4: dead link, no such heading: #send"),
     "code-fragment": ("check_links", HELLO, "#L2-L4", "#L2-L9",
                       ":3: dead link, no such line: ../src/4_hello.cpp#L2-L9"),
-    "reference": ("check_links", HELLO, "5_reverse.md#what", "5_reverse.md#that",
-                  ":6: dead link, no such heading: 5_reverse.md#that-fi_close-"),
     "no-reference": ("check_links", HELLO, "[next][after]", "[next][before]",
                      ":3: nothing says where [before] leads to"),
     "outside": ("check_links", HELLO, "(3_setup.md)", "(../../3_setup.md)",
                 ":3: dead link, not in the repository: ../../3_setup.md"),
-    "build": ("check_links", HELLO, "(3_setup.md)", "(../build/4_hello)",
-              ":3: dead link, not in the repository: ../build/4_hello"),
-    "absolute": ("check_links", HELLO, "(3_setup.md)", "(/etc/passwd)",
-                 ":3: dead link, neither http(s) nor relative: /etc/passwd"),
     "url": ("check_links", HELLO, "https://example.org", "https:/example.org",
             ":4: dead link, not a URL: https:/example.org/a_(b)"),
-    "url-blank": ("check_links", HELLO, "example.org/a", "example.org/a a",
-                  ":4: not a link: ](https://example.org/a a_(b))."),
-    "html": ("check_links", HELLO, "FI_SEND", '<img src="x.png">',
-             ":4: dead link, no such file: x.png"),
     "no-next": ("check_neighbours", HELLO, "5_reverse.md#", "#",
                 "chapters/4_hello.md: no link to 5_reverse.md"),
-    "next-in-code": ("check_neighbours", HELLO, "[Before](3_setup.md)",
-                     "`[Before](3_setup.md)`",
-                     "chapters/4_hello.md: no link to 3_setup.md"),
     "no-src": ("check_neighbours", REVERSE, "[program](../src/5", "(../src/5",
                "no link to ../src/5_reverse.cpp"),
     "readme": ("check_neighbours", README, "[3](chapters/3_setup.md)", "3",
@@ -426,8 +389,6 @@ FAULTS = {
                ":20: blanks end this line"),
     "long": ("check_text", HELLO, "# Hello\n",
              "# Hello\n\n" + "very " * 20 + "long\n", ":3: more than 100 columns"),
-    "newline": ("check_text", HELLO, "fi_mermaid\n```\n", "fi_mermaid\n```",
-                "does not end with one newline"),
     "titles": ("check_text", HELLO, "1. An", "# Again\n\n1. An",
                "2 headings of level 1, not one"),
     "target": ("check_targets", REVERSE, "make diff-5\n```", "make diffs-5\n```",
@@ -498,12 +459,6 @@ def test_finds_many_providers(tmp_path, monkeypatch):
         assert chapters.check_named(Page(tmp_path, path)) == []
 
 
-def test_limits_are_of_chapters():
-    """And only for those that need one."""
-    assert set(chapters.STILL_NAMED) <= set(chapters.chapters(ROOT))
-    assert all(most > chapters.MOST_NAMED for most in chapters.STILL_NAMED.values())
-
-
 def test_own_targets(tmp_path):
     """What a page has the reader copy can be made, and what follows is no target."""
     sample(tmp_path, HELLO, "fi_mermaid\n```\n", """fi_mermaid
@@ -517,24 +472,6 @@ make theirs
 """)
     assert chapters.check_targets(Page(tmp_path, HELLO)) == [
         f"{HELLO}:26: make has no theirs"]
-
-
-def test_finds_a_diff_that_is_not_named(tmp_path):
-    sample(tmp_path)
-    page = Page(tmp_path, REVERSE)
-    page.text = page.text.replace("make diff-5", "make diff-55")
-    assert chapters.check_neighbours(page) == [
-        "chapters/5_reverse.md: `make diff-5` is not named"]
-
-
-def test_finds_what_is_missing(tmp_path):
-    for name in ["0_a", "1_b", "2_c", "3_d", "4_e", "5_f"]:
-        os.makedirs(tmp_path / "chapters", exist_ok=True)
-        (tmp_path / "chapters" / f"{name}.md").write_text("")
-    assert chapters.check_numbers(tmp_path) == []
-    os.rename(tmp_path / "chapters/5_f.md", tmp_path / "chapters/6_g.md")
-    assert chapters.check_numbers(tmp_path) == [
-        "chapters/: the numbers are [0, 1, 2, 3, 4, 6]"]
 
 
 def test_order_of_reading(tmp_path):
@@ -577,13 +514,10 @@ def test_anchors():
 # ---- Transcripts ----
 
 ALIKE = [
-    (["a", "...", "b"], ["a", "b"], True),
     (["a", "...", "b"], ["a", "x", "b", "b"], True),
     (["a", "...", "b"], ["a", "b", "x"], False),
     (["...", "b", "...", "a", "..."], ["a", "b"], False),
-    (["...", "a", "...", "a"], ["a"], False),
     (["...", "a", "...", "b", "..."], ["x", "a", "x", "b", "x"], True),
-    (["..."], [], True),
     ([], ["a"], False),
     (["a "], ["a", ""], True),
     (["domain: a, fabric: b/1, provider: tcp;ofi_rxm"],
@@ -593,14 +527,11 @@ ALIKE = [
     (["addr=0x00 size=1 rkey=0x0123456789abcdef"],
      ["addr=0xff size=1 rkey=0x0"], True),
     (["addr=0x00 size=1"], ["addr=0x00 size=2"], False),
-    (["in host memory (no GPU)"], ["in host memory (built without CUDA)"], True),
     (["[0.1s] WRITE: 50%, 1/2", "[0.2s] WRITE: 100%, 2/2, bw=1.5Gbps, EAGAIN=1"],
      ["[3.4s] WRITE: 100%, 2/2, bw=44.1Gbps, EAGAIN=99"], True),
-    (["[0.2s] WRITE: 100%, 2/2"], ["[0.2s] WRITE: 100%, 3/3"], False),
     (["[0.2s] WRITE: 100%, 2/2"], ["[0.2s] WRITE: 50%, 1/2"], False),
-    (["client | a", "server | a", "server | b", "client | b"],
-     ["make[1]: 'a' is up to date.", "server | a", "client | a", "client | b",
-      "server | b"], True),
+    (["client | a", "server | a", "server | b"],
+     ["make[1]: 'a' is up to date.", "server | a", "client | a", "server | b"], True),
     (["client | a", "server | a", "server | b"],
      ["client | a", "server | b", "server | a"], False),
 ]
@@ -647,30 +578,6 @@ $ echo $?
 """
 OTHERS = """
 ```console
-$ FI_PROVIDER=shm ./build/4_hello
-domain: shm, fabric: shm, provider: shm
-Run the client with the following command:
-  FI_PROVIDER='shm' ./build/4_hello 0123456789abcdef
-$ echo "$FI_PROVIDER"; echo error >&2; false
-
-error
-$ echo $?
-1
-```
-
-```console
-$ FI_PROVIDER=shm ./build/4_hello 0123456789abcdef
-...
-Sent 13 bytes.
-```
-
-Then the server goes on:
-
-```console
-Received 13 bytes: Hello, world!
-```
-
-```console
 $ mkdir -p build/elsewhere
 $ (cd build/elsewhere && FI_PROVIDER=shm ../4_hello)
 domain: shm, fabric: shm, provider: shm
@@ -679,6 +586,8 @@ Run the client with the following command:
 $ FI_PROVIDER=shm ./build/4_hello 0123456789abcdef | tail -n 1
 Sent 13 bytes.
 ```
+
+Then the server goes on:
 
 ```console
 Received 13 bytes: Hello, world!
@@ -705,18 +614,11 @@ TRANSCRIPT_FAULTS = {
                        "-Sent 14 bytes", "+Sent 13 bytes"),
     "client-missing": ("provider: tcp\nSent", "provider: tcp\n$ true\nSent", ":17:",
                        "+Sent 13 bytes", ""),
-    "client-too-many": ("bytes.\n$ ./", "bytes.\nBye.\n$ ./", ":17:", "-Bye.", ""),
-    "client-order": ("...\nSent 2", "Sent 2 bytes\n...\nSent 2", ":20:",
-                     "-Sent 2 bytes", "+domain"),
     "status": ("$?\n0", "$?\n1", ":23: `echo $?` prints", "-1", "+0"),
     "server-changed": ("Received 13", "Received 14", ":5: `./build/4_hello` prints",
                        "-Received 14 bytes", "+Received 13 bytes"),
     "server-missing": ("Received 2 bytes: ok\n", "", ":5:",
                        "+Received 2 bytes: ok", ""),
-    "server-too-many": ("^C", "Bye.\n^C", ":5:", "-Bye.", ""),
-    "server-order": ("Received 13 bytes: Hello, world!\nReceived 2 bytes: ok",
-                     "Received 2 bytes: ok\n...\nReceived 13 bytes: Hello, world!",
-                     ":5:", "-Received 13 bytes", "+Received 13 bytes"),
     "no-server": ("$ ./build/4_hello\n", "$ ./build/4_hello --help\n",
                   ":17: no server runs that could have this address", "", ""),
     "no-command": ("$ make 4_hello\n", "Hello\n",
@@ -746,12 +648,10 @@ def test_finds_a_command_without_end(tmp_path, run, monkeypatch):
 
 @pytest.mark.parametrize("script,rest,message", [
     ("", "", "exits with -15"),
-    ("trap 'exit 0' TERM", "", None),
     ("trap 'exit 0' TERM; trap '' INT", "^C\n", "does not end: SIGINT"),
     ("trap 'exit 3' INT", "^C\n", "exits with 3"),
     ("trap 'exit 0' INT", "^C\n", None),
     ("exit 0", "", "has ended by itself"),
-    ("sleep 1; exit 0", "...\nlate\n", "has ended by itself"),
 ])
 def test_finds_how_a_server_ends(tmp_path, run, script, rest, message):
     """With another program in the place of ours."""

@@ -522,6 +522,56 @@ MUTANTS |= {
         "test_crowd.py test_rare_requests"),
 }
 
+MUTANTS |= {
+    "ledger-bound": Mutant(
+        "a number of a ledger in the turn is checked", "10_lock",
+        'if (turn.ledger >= 2 * kMaxClients) throw BadMessage("no such ledger");', "",
+        "test_lock.py test_clients_find"),
+    "log-bound": Mutant(
+        "no entry is written behind the log", "10_lock",
+        "if (ticket >= kLogSize) {", "if (ticket > kLogSize) {",
+        "test_lock.py test_clients_find"),
+    "pending": Mutant(
+        "reading completions hands over what has to wait", "7_queue",
+        "  size_t PollCompletion() {\n    ProgressPendingOps();\n",
+        "  size_t PollCompletion() {\n",
+        "test_inside.py test_order"),
+    "fair": Mutant(
+        "a server looks at the other clients after a few WRITEs", "7_queue",
+        "size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);",
+        "size_t end = total_write_ops;",
+        "test_inside.py test_server_of_a_queue and pages"),
+    "longest-page": Mutant(
+        "no WRITE is longer than the provider takes", "6_write",
+        "msg.page_size > session.domain.info->ep_attr->max_msg_size ||", "",
+        "test_strict.py test_long_pages and 6_write"),
+    "number": Mutant(
+        "a client waits for the number that it has chosen", "6_write",
+        "if (imm_data == request.imm_data) filled = true;", "filled = imm_data != 0;",
+        "test_messages.py test_interrupted_while_waiting and 6_write and default"),
+    "key-size": Mutant(
+        "a key is no larger than the provider's are", "6_write",
+        "return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;",
+        "return bits < 1 ? 0 : key;",
+        "test_reorder.py test_short_keys"),
+    "checksum-last": Mutant(
+        "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
+        "      file.Write(data, size, slot.chunk * chunk_size);\n"
+        "      // Afterwards, so that it reveals a WRITE that came while we wrote.\n"
+        "      slot.checksum = Checksum(slot.chunk, data, size);\n",
+        "      slot.checksum = Checksum(slot.chunk, data, size);\n"
+        "      file.Write(data, size, slot.chunk * chunk_size);\n",
+        "test_file.py test_write_while_saving"),
+    "rail-failed-write": Mutant(
+        "a WRITE that has failed on a rail is written again", "11_rails",
+        "if (!op.error.empty()) again.insert(op.number);", "",
+        "test_strict.py test_rail_fails and write"),
+    "rail-not-registered": Mutant(
+        "what an adapter has not registered counts as not registered", "11_rails",
+        "if (ret != 0) mrs.erase(&domain);", "",
+        "test_strict.py test_rail_fails and memory"),
+}
+
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.
 MUTANTS |= {
     "strict-trywait": Mutant(

@@ -59,6 +59,16 @@ def test_late_completions(serve, program, provider):
     server.stop()
 
 
+@two_providers
+def test_short_keys(serve, provider):
+    """Each key is as short as the provider wants it, and one that is taken already is
+    not chosen again."""
+    server = serve("6_write", provider, LD_PRELOAD=PRELOAD["LD_PRELOAD"], KEY_SIZE="1",
+                   REORDER_MS="0")
+    server.check_client(*server.entry.short)
+    server.stop()
+
+
 def test_late_writes_of_a_file(serve):
     """Here the client posts the WRITEs. Without immediate data, it says by a message
     which chunks are in place: not before they are."""

@@ -570,6 +570,42 @@ MUTANTS |= {
         "what an adapter has not registered counts as not registered", "11_rails",
         "if (ret != 0) mrs.erase(&domain);", "",
         "test_strict.py test_rail_fails and memory"),
+    "too-long-a-message": Mutant(
+        "a message that did not fit is no message", "5_reverse",
+        '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
+        "",
+        "test_reorder.py test_truncated and 5_reverse"),
+    "random-nonce": Mutant(
+        "nobody guesses a nonce", "5_reverse",
+        "nonce = std::random_device()();",
+        "nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
+        "test_messages.py test_bad_answers and 5_reverse"),
+    "crowd-random-nonce": Mutant(
+        "nobody guesses a nonce", "13_crowd",
+        "server.nonce = std::random_device()();",
+        "server.nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
+        "test_crowd.py test_lies"),
+    "refusal-arrives": Mutant(
+        "what is refused is heard of, before the endpoint is closed", "6_write",
+        "reason);\n    leave_at = Clock::now() + kContactGrace;", "reason);",
+        "test_strict.py test_long_pages and 6_write"),
+    "sleep-wakes": Mutant(
+        "who is woken for something goes on sleeping between", "12_sleep",
+        "    domain.empty_wakes = 0;\n    if (ret == -FI_EAVAIL) {",
+        "    if (ret == -FI_EAVAIL) {",
+        "test_sleep.py test_woken_once"),
+    "sleep-line": Mutant(
+        "a server does not sleep while somebody waits in line", "12_sleep",
+        "line.visitors.empty() ? kMaxSleep : kIdlePause", "kMaxSleep",
+        "test_sleep.py test_ninth_client"),
+    "crowd-connect-twice": Mutant(
+        "a CONNECT that comes twice begins one conversation", "13_crowd",
+        "        if (client.peer.nonce == connect.base.nonce) return;\n", "",
+        "test_crowd.py test_many_conversations"),
+    "crowd-heard": Mutant(
+        "who goes on asking is not forgotten", "13_crowd",
+        "    client.heard_at = Clock::now();\n", "",
+        "test_crowd.py test_forgotten"),
 }
 
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.

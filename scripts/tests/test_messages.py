@@ -311,6 +311,8 @@ def test_bad_answers(run, build, program, provider):
         server.meet()
         for message in answers[what](server):
             server.send(message, "(sent|failed)")
+    # Who has seen one nonce does not know the next one: neither time nor a count.
+    assert len({server.nonce >> 16 for server in servers.values()}) > 1
     for what, server in servers.items():
         assert server.client.wait(30) == 1, (what, server.client.output)
         assert "error: " in server.client.output, what

@@ -171,9 +171,10 @@ def test_short_messages(strict, size):
 @pytest.mark.parametrize("program", ["6_write", "11_rails"])
 def test_long_pages(strict, program):
     """A server WRITEs no page that is longer than its provider takes, whatever the
-    client's takes."""
-    server = strict(program, "shm", STRICT_MAX_MSG="8192")
-    client = server.start_client("16384", "1", STRICT_MAX_MSG="65536")
+    client's takes. The client hears so, however late this message starts."""
+    server = strict(program, "shm", STRICT_MAX_MSG="8192", STRICT_DELAY_US="300000")
+    client = server.start_client("16384", "1", STRICT_MAX_MSG="65536",
+                                 STRICT_DELAY_US="0")
     assert client.wait() == 1
     assert "error: the server has refused: bad message: the server has no room for 1 " \
         "pages of 16384 bytes\n" in client.output

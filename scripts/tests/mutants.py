@@ -524,6 +524,92 @@ MUTANTS |= {
         "test_crowd.py test_rare_requests"),
 }
 
+MUTANTS |= {
+    "ledger-bound": Mutant(
+        "a number of a ledger in the turn is checked", "10_lock",
+        'if (turn.ledger >= 2 * kMaxClients) throw BadMessage("no such ledger");', "",
+        "test_lock.py test_clients_find"),
+    "log-bound": Mutant(
+        "no entry is written behind the log", "10_lock",
+        "if (ticket >= kLogSize) {", "if (ticket > kLogSize) {",
+        "test_lock.py test_clients_find"),
+    "pending": Mutant(
+        "reading completions hands over what has to wait", "7_queue",
+        "  size_t PollCompletion() {\n    ProgressPendingOps();\n",
+        "  size_t PollCompletion() {\n",
+        "test_inside.py test_order"),
+    "fair": Mutant(
+        "a server looks at the other clients after a few WRITEs", "7_queue",
+        "size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);",
+        "size_t end = total_write_ops;",
+        "test_inside.py test_server_of_a_queue and pages"),
+    "longest-page": Mutant(
+        "no WRITE is longer than the provider takes", "6_write",
+        "msg.page_size > session.domain.info->ep_attr->max_msg_size ||", "",
+        "test_strict.py test_long_pages and 6_write"),
+    "number": Mutant(
+        "a client waits for the number that it has chosen", "6_write",
+        "if (imm_data == request.imm_data) filled = true;", "filled = imm_data != 0;",
+        "test_messages.py test_interrupted_while_waiting and 6_write and default"),
+    "key-size": Mutant(
+        "a key is no larger than the provider's are", "6_write",
+        "return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;",
+        "return bits < 1 ? 0 : key;",
+        "test_reorder.py test_short_keys"),
+    "checksum-last": Mutant(
+        "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
+        "      file.Write(data, size, slot.chunk * chunk_size);\n"
+        "      // Afterwards, so that it reveals a WRITE that came while we wrote.\n"
+        "      slot.checksum = Checksum(slot.chunk, data, size);\n",
+        "      slot.checksum = Checksum(slot.chunk, data, size);\n"
+        "      file.Write(data, size, slot.chunk * chunk_size);\n",
+        "test_file.py test_write_while_saving"),
+    "rail-failed-write": Mutant(
+        "a WRITE that has failed on a rail is written again", "11_rails",
+        "if (!op.error.empty()) again.insert(op.number);", "",
+        "test_strict.py test_rail_fails and write"),
+    "rail-not-registered": Mutant(
+        "what an adapter has not registered counts as not registered", "11_rails",
+        "if (ret != 0) mrs.erase(&domain);", "",
+        "test_strict.py test_rail_fails and memory"),
+    "too-long-a-message": Mutant(
+        "a message that did not fit is no message", "5_reverse",
+        '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
+        "",
+        "test_reorder.py test_truncated and 5_reverse"),
+    "random-nonce": Mutant(
+        "nobody guesses a nonce", "5_reverse",
+        "nonce = std::random_device()();",
+        "nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
+        "test_messages.py test_bad_answers and 5_reverse"),
+    "crowd-random-nonce": Mutant(
+        "nobody guesses a nonce", "13_crowd",
+        "server.nonce = std::random_device()();",
+        "server.nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
+        "test_crowd.py test_lies"),
+    "refusal-arrives": Mutant(
+        "what is refused is heard of, before the endpoint is closed", "6_write",
+        "reason);\n    leave_at = Clock::now() + kContactGrace;", "reason);",
+        "test_strict.py test_long_pages and 6_write"),
+    "sleep-wakes": Mutant(
+        "who is woken for something goes on sleeping between", "12_sleep",
+        "    domain.empty_wakes = 0;\n    if (ret == -FI_EAVAIL) {",
+        "    if (ret == -FI_EAVAIL) {",
+        "test_sleep.py test_woken_once"),
+    "sleep-line": Mutant(
+        "a server does not sleep while somebody waits in line", "12_sleep",
+        "line.visitors.empty() ? kMaxSleep : kIdlePause", "kMaxSleep",
+        "test_sleep.py test_ninth_client"),
+    "crowd-connect-twice": Mutant(
+        "a CONNECT that comes twice begins one conversation", "13_crowd",
+        "        if (client.peer.nonce == connect.base.nonce) return;\n", "",
+        "test_crowd.py test_many_conversations"),
+    "crowd-heard": Mutant(
+        "who goes on asking is not forgotten", "13_crowd",
+        "    client.heard_at = Clock::now();\n", "",
+        "test_crowd.py test_forgotten"),
+}
+
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.
 MUTANTS |= {
     "strict-trywait": Mutant(

@@ -14,6 +14,11 @@
 //                             that may be locked, as where `ulimit -l` is low
 //   NO_SYNC=file, NO_SYNC=directory
 //                             the disk keeps no file, or no name: fsync fails
+//   TRUNCATES=1               a message that is longer than its RECV is no error: it
+//                             completes, with the length that it had
+//   SLOW_WRITE=FILE           a pwrite waits, and says so, until there is this file
+//   KEY_SIZE=N                a key of registered memory has N bytes, and one that
+//                             is larger is refused
 // In every case, it ends a program that enables an endpoint without an event
 // queue: efa would do so on the first error of a peer.
 //
@@ -57,6 +62,9 @@ std::chrono::milliseconds Setting(const char* name, int otherwise) {
 
 const auto g_write_delay = Setting("REORDER_MS", 300);
 const auto g_completion_delay = Setting("REORDER_COMPLETIONS_MS", 0);
+
+const auto g_key_size =
+    static_cast<size_t>(getenv("KEY_SIZE") ? atoi(getenv("KEY_SIZE")) : 8);
 
 // Returns whether there is no memory for `what`.
 bool NoMemory(const char* what) {
@@ -163,10 +171,17 @@ ssize_t CqRead(struct fid_cq* cq, void* buf, size_t count) {
     if (endpoint.cq == &cq->fid) ProgressWrites(fid, endpoint);
   }
   CompletionQueue& queue = g_cqs.at(&cq->fid);
+  auto* entries = static_cast<struct fi_cq_data_entry*>(buf);
   ssize_t ret = queue.real_cq->read(cq, buf, count);
+  if (ret == -FI_EAVAIL && getenv("TRUNCATES") != nullptr) {
+    struct fi_cq_err_entry error = {};
+    queue.real_cq->readerr(cq, &error, 0);
+    if (error.err != FI_ETRUNC) Die("another error than a truncation");
+    *entries = {error.op_context, error.flags, error.len + error.olen, nullptr, 0};
+    return 1;
+  }
   if (ret < 0 && ret != -FI_EAGAIN) return ret;
   // Keep the completions of WRITEs, and move the others to the front.
-  auto* entries = static_cast<struct fi_cq_data_entry*>(buf);
   struct fi_cq_data_entry* end = std::remove_if(
       entries, entries + std::max<ssize_t>(ret, 0), [&](const auto& entry) {
         bool ours = (entry.flags & (FI_WRITE | FI_REMOTE_WRITE)) == FI_WRITE;
@@ -190,6 +205,9 @@ ssize_t SendMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
 int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
              struct fid_mr** mr) {
   if (NoMemory("register")) return -FI_ENOMEM;
+  if (g_key_size < 8 && attr->requested_key >> (8 * g_key_size) != 0) {
+    return -FI_EKEYREJECTED;
+  }
   return g_real_mrs.at(fid)->regattr(fid, attr, flags, mr);
 }
 
@@ -278,9 +296,10 @@ extern "C" int fi_getinfo(uint32_t version, const char* node,
                           const struct fi_info* hints, struct fi_info** info) {
   int ret = Real("fi_getinfo", fi_getinfo)(version, node, service, flags, hints,
                                            info);
-  if (ret != 0 || getenv("NO_IMM_DATA") == nullptr) return ret;
+  if (ret != 0) return ret;
   for (struct fi_info* one = *info; one != nullptr; one = one->next) {
-    one->domain_attr->cq_data_size = 0;
+    if (getenv("NO_IMM_DATA") != nullptr) one->domain_attr->cq_data_size = 0;
+    if (g_key_size < 8) one->domain_attr->mr_key_size = g_key_size;
   }
   return ret;
 }
@@ -308,4 +327,11 @@ extern "C" int fsync(int fd) {
   }
   errno = EIO;
   return -1;
+}
+
+extern "C" ssize_t pwrite(int fd, const void* data, size_t size, off_t offset) {
+  const char* file = getenv("SLOW_WRITE");
+  if (file != nullptr) fprintf(stderr, "reorder: a pwrite waits\n");
+  while (file != nullptr && access(file, F_OK) != 0) usleep(1000);
+  return Real("pwrite", pwrite)(fd, data, size, offset);
 }

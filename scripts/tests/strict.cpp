@@ -19,6 +19,9 @@
 //                         2: the provider says so and then registers none
 //   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
 //   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
+//   STRICT_WRITE_FAILS=N  the first WRITE of the N-th adapter is refused
+//   STRICT_ONCE=1         an adapter registers nothing to WRITE from that another
+//                         one has registered
 //   STRICT_P4D=1          an older device, which has no RDMA WRITE
 //   STRICT_RECEIPT_FAILS=P  percent of the RECVs that complete, and then once
 //                         more, with an error
@@ -159,6 +162,8 @@ const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
 const long g_hmem = Setting("STRICT_HMEM", 1);
 const long g_open_us = Setting("STRICT_OPEN_US", 0);
 const long g_adapters = Setting("STRICT_ADAPTERS", 1);
+const long g_write_fails = Setting("STRICT_WRITE_FAILS", 0);
+const bool g_once = Setting("STRICT_ONCE", 0);
 const bool g_p4d = Setting("STRICT_P4D", 0);
 const long g_receipt_fails = Setting("STRICT_RECEIPT_FAILS", 0);
 const bool g_wait = Setting("STRICT_WAIT", 0);
@@ -226,6 +231,7 @@ void CheckThread() {
 // What we know about a domain.
 struct Domain {
   uint64_t number = 0;  // that no other one has, here or in another process
+  long adapter = 1;     // which of those that we offer
   uint64_t mr_mode = 0;
   size_t open = 0;  // objects in it that the program has not closed yet
   struct fi_ops* real_fid = nullptr;
@@ -973,6 +979,12 @@ ssize_t OneSided(Kind kind, struct fid_ep* fid, const struct fi_msg_rma* msg,
   }
   CheckRemote(*op, msg->rma_iov->addr, msg->rma_iov->key,
               kind == kWrite ? FI_REMOTE_WRITE : FI_REMOTE_READ);
+  static bool has_failed = false;
+  if (kind == kWrite && ep.object.domain->adapter == g_write_fails &&
+      !std::exchange(has_failed, true)) {
+    Count("WRITEs that fail");
+    op->refused = true;
+  }
   if (kind == kWrite) {
     AddSource(*op, data, op->size);
   } else {
@@ -1403,6 +1415,15 @@ int CloseRegion(struct fid* fid) {
 
 struct fi_ops g_mr_fid_ops = {.size = sizeof(g_mr_fid_ops),
                               .close = CloseRegion};
+
+// Returns whether there is an open region that begins here.
+bool IsRegistered(const void* data) {
+  return std::any_of(g_regions.begin(), g_regions.end(), [&](void* region) {
+    const Key& key = *static_cast<Region*>(region)->shared;
+    return key.open && key.base == reinterpret_cast<uint64_t>(data);
+  });
+}
+
 int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
              struct fid_mr** result) {
   CheckThread();
@@ -1421,6 +1442,9 @@ int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
   if (attr->access == 0) Violation("access", "a region without any right");
   if (!gpu && !PagesExist(data, size)) {
     Violation("memory", "a region of pages that do not exist");
+  }
+  if (g_once && attr->access == FI_WRITE && IsRegistered(data)) {
+    return -FI_ENOMEM;
   }
   auto region = std::make_unique<Region>();
   region->fid.fclass = FI_CLASS_MR;
@@ -1596,6 +1620,9 @@ int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
   if (ret != 0) return ret;
   Domain& ours = g_domains[&(*domain)->fid];
   ours.number = Unique();
+  const char* name = info->domain_attr->name;
+  size_t real_len = strlen(real->domain_attr->name);
+  if (strlen(name) > real_len) ours.adapter = atol(name + real_len + 1);
   ours.mr_mode = static_cast<uint64_t>(real->domain_attr->mr_mode);
   ours.real = Replace((*domain)->ops);
   (*domain)->ops->endpoint = OpenEndpoint;

@@ -266,13 +266,15 @@ def test_many_conversations(run, serve):
     client = CrowdGuest(run, server)
     assert client.open_session().type == ACCEPT
     flood = CrowdGuest(run, server)
+    # A CONNECT that comes again begins nothing.
     flood.process.write("\n".join(
         flood.send_line(crowd_connect(flood.address, nonce=nonce), as_it_is=True)
-        for nonce in range(1, 1001)))
-    flood.process.wait_for("^sent", 20, count=1000)
+        for nonce in [1, 1, 1, *range(2, 1001)]))
+    flood.process.wait_for("^sent", 20, count=1002)
     assert client.ask(STORE).type == DONE
     server.process.wait_for("^error: bad message: one CONNECT too many$", count=996)
     server.process.wait_for("^5 clients, 1 requests so far$")
+    assert len(server.errors()) == 996
     server.stop()
 
 
@@ -441,17 +443,19 @@ def test_rare_requests(serve_variant):
 
 @pytest.mark.builds("plain")
 def test_forgotten(run, serve_variant):
-    """What has been said by one who has been forgotten is that of a stranger."""
+    """What has been said by one who has been forgotten is that of a stranger. One that
+    goes on asking is not forgotten."""
     server = serve_variant(kForgetAfter=2)
-    client = CrowdGuest(run, server)
+    other, client = CrowdGuest(run, server), CrowdGuest(run, server)
+    other.open_session()
     client.open_session()
     assert client.ask(STORE, b"key", b"value").type == DONE
-    server.process.wait_for(r"^\[1\] forgotten: it has been silent for long")
-    server.process.wait_for("^0 clients, ")
+    while "[2] forgotten: it has been silent for long" not in server.process.output:
+        assert other.ask(GET).tail == b"value"
+        time.sleep(0.1)
+    server.process.wait_for(r"^\[2\] forgotten: .*\n1 clients, ")
     # Its connection has been given up.
     client.send(client.request(DELETE), "(sent|failed)")
-    other = CrowdGuest(run, server)
-    assert other.open_session().number == 2
     assert other.ask(GET).tail == b"value"
     server.stop()
 
@@ -810,6 +814,8 @@ def test_lies(run, build):
         for answer in answers:
             # The client may have gone already.
             server.command(server.send_line(answer), "(sent|failed)")
+    # Who has seen one nonce does not know the next one: neither time nor a count.
+    assert len({server.nonce >> 16 for server in hosts.values()}) > 1
     for what, server in hosts.items():
         good = LIES[what][3].startswith("^")
         if good:

@@ -636,6 +636,28 @@ def test_checksum(run, serve):
     server.stop()
 
 
+@pytest.mark.builds("plain")
+def test_write_while_saving(run, serve):
+    """A sender that WRITEs into a slot while its chunk is being saved: see reorder.cpp.
+    The checksum is that of what may have come into the file, not of what was there
+    before."""
+    go_on = run.new_folder() + "/go on"
+    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
+                   REORDER_MS="0", SLOW_WRITE=go_on)
+    client = FileSender(run, server)
+    client.put(size=MIB)
+    client.send(numbers(CHUNK, 0))
+    server.process.wait_for("^reorder: a pwrite waits$")
+    addr, key = client.slots
+    client.command(f"overwrite {addr} {key}", "written")
+    with open(go_on, "w"):
+        pass
+    client.send(end(ZEROS[0]))
+    assert "checksum" in client.refusal()
+    check_empty(server)
+    server.stop()
+
+
 # ---- Messages ----
 
 @pytest.mark.builds("sanitized")

@@ -37,8 +37,8 @@ def test_signal_before_an_endpoint(run, provider):
 
 @pytest.mark.parametrize("check", ["pages", "progress", "close"])
 def test_server_of_a_queue(run, check):
-    """A server that makes pages for one client looks at the others in between. One that
-    has something to report waits until its last report has arrived. It closes a
+    """A server that makes pages for one client, or posts its WRITEs, looks at the others
+    in between. One that has something to report waits until its last report has arrived. It closes a
     client's endpoint before the memory that this uses."""
     try_inside(run, "inside_queue", check)
 

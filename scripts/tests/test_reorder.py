@@ -7,7 +7,9 @@ import re
 
 import pytest
 
+from fakes import FakeClient
 from harness import BUILD, PROGRAMS
+from messages import LONGEST
 from repository import ROOT
 from table import TABLE
 
@@ -56,6 +58,30 @@ def test_late_completions(serve, program, provider):
     server.check_client(*server.entry.once, LD_PRELOAD="")
     check_last_line(server, DELAY)
     assert not server.errors()
+    server.stop()
+
+
+@two_providers
+def test_short_keys(serve, provider):
+    """Each key is as short as the provider wants it, and one that is taken already is
+    not chosen again."""
+    server = serve("6_write", provider, LD_PRELOAD=PRELOAD["LD_PRELOAD"], KEY_SIZE="1",
+                   REORDER_MS="0")
+    server.check_client(*server.entry.short)
+    server.stop()
+
+
+@pytest.mark.parametrize("program", ["4_hello", "5_reverse"])
+def test_truncated(run, serve, program):
+    """Where a message that is longer than its RECV is no error, it is one to us: its end
+    is not in our buffer."""
+    server = serve(program, LD_PRELOAD=PRELOAD["LD_PRELOAD"], TRUNCATES="1",
+                   REORDER_MS="0")
+    client = FakeClient(run, server)
+    client.send(b"\0" * (LONGEST + 1), "(sent|failed)", as_it_is=True)
+    server.process.wait_for(
+        "^error: RECV failed: the message is longer than the buffer$")
+    server.check_client(LD_PRELOAD="")
     server.stop()
 
 

@@ -168,6 +168,35 @@ def test_short_messages(strict, size):
     check_transfer(strict("5_reverse", "shm", STRICT_MAX_MSG="8192"), "x" * int(size))
 
 
+@pytest.mark.parametrize("program", ["6_write", "11_rails"])
+def test_long_pages(strict, program):
+    """A server WRITEs no page that is longer than its provider takes, whatever the
+    client's takes. The client hears so, however late this message starts."""
+    server = strict(program, "shm", STRICT_MAX_MSG="8192", STRICT_DELAY_US="300000")
+    client = server.start_client("16384", "1", STRICT_MAX_MSG="65536",
+                                 STRICT_DELAY_US="0")
+    assert client.wait() == 1
+    assert "error: the server has refused: bad message: the server has no room for 1 " \
+        "pages of 16384 bytes\n" in client.output
+    server.stop()
+    check_rules(client, server.process)
+
+
+@pytest.mark.skipif("11_rails" not in PROGRAMS, reason="the tests know nothing of it")
+@pytest.mark.parametrize("rails,given_up,failure", [
+    ("2", 1, {"STRICT_WRITE_FAILS": "2"}), ("4", 2, {"STRICT_ONCE": "1"})],
+    ids=["write", "memory"])
+def test_rail_fails(strict, rails, given_up, failure):
+    """One of two adapters does not do its part: a WRITE of it fails, or it has no room
+    for the pages, whichever of its rails asks. The other one does the work."""
+    server = strict("11_rails", "shm", STRICT_ADAPTERS="2", **failure)
+    client = server.check_client(*ARGUMENTS["11_rails"], timeout=20,
+                                 STRICT_ADAPTERS=rails)
+    assert server.process.output.count(" is given up, ") == given_up
+    server.stop()
+    check_rules(client, server.process)
+
+
 # ---- GPU memory ----
 
 @pytest.mark.skipif(not GPU_PROGRAMS, reason="the programs for GPUs are not built")

@@ -113,10 +113,10 @@ class FakeClient:
 
 
 class FakeServer(FakeClient):
-    """Accepts a client of a program, then answers it with whatever bytes a test
-    makes up."""
+    """Accepts a client of a program, unless it is told not to, then answers it with
+    whatever bytes a test makes up."""
 
-    def __init__(self, run, build, program, *args, provider=""):
+    def __init__(self, run, build, program, *args, provider="", accepts=True):
         if not provider:
             choices = run([f"{build}/{program}", "--list"])
             assert choices.wait() == 0
@@ -125,7 +125,8 @@ class FakeServer(FakeClient):
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
         self.client = run([f"{build}/{program}", self.address, *args], provider)
         self.meet()
-        self.send(self.accept())
+        if accepts:
+            self.send(self.accept())
 
     def meet(self):
         """Takes the CONNECT."""

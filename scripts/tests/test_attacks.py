@@ -1,0 +1,298 @@
+"""What a stranger may try in order to lock, stall or fill a server or a client. Each time
+an honest client beside it is served, and soon."""
+
+import concurrent.futures
+import contextlib
+import os
+import re
+import resource
+import socket
+import struct
+import time
+
+import pytest
+
+from fakes import CrowdGuest, CrowdHost, FakeClient, FakeServer, new_nonce
+from harness import PROGRAMS, TIME_FACTOR, is_here
+from marks import not_over_verbs
+from messages import ACCEPT, BYE, GET, NOT_FOUND, STORE, base, crowd_connect
+from table import TABLE
+
+pytestmark = [pytest.mark.builds("plain"),
+              not_over_verbs("the attacks make connections of TCP")]
+
+SILENCE = 10  # seconds without a sign of life, then the programs give up
+PLACES = 8  # for clients of a server
+SESSIONS = [program for program in PROGRAMS if TABLE[program].bad_sessions and
+            not TABLE[program].one_endpoint]
+CROWD = "13_crowd"
+JUNK = b"Z" * 24
+
+
+def guest_of(run, server):
+    return (CrowdGuest if server.entry.one_endpoint else FakeClient)(run, server)
+
+
+def wait_until(condition, timeout=10):
+    end = time.monotonic() + timeout * TIME_FACTOR
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def descriptors(server):
+    """What the descriptors of a server are, by their numbers."""
+    folder = f"/proc/{server.process.popen.pid}/fd"
+    names = {}
+    for name in os.listdir(folder):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            names[int(name)] = os.readlink(f"{folder}/{name}")
+    return names
+
+
+def cpu_time(server):
+    """How long a server has computed so far, in seconds."""
+    with open(f"/proc/{server.process.popen.pid}/schedstat") as file:
+        return int(file.read().split()[0]) / 1e9
+
+
+@contextlib.contextmanager
+def mute_host():
+    """Takes every connection to its port, and says nothing. All of 127.0.0.0/8 is this
+    machine. Yields a function that invents addresses: it returns that of a number."""
+    with socket.create_server(("", 0), backlog=4096) as mute:
+        port = mute.getsockname()[1]
+        yield lambda number: struct.pack("<H", socket.AF_INET) + struct.pack(
+            ">HI8x", port, 0x7f010000 + number)
+
+
+@contextlib.contextmanager
+def many_descriptors(count):
+    """Raises the limit of this process, and of those that it starts."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if before[1] != resource.RLIM_INFINITY and before[1] < count:
+        pytest.skip(f"at most {before[1]} descriptors are permitted")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(before[0], count), before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def take_places(client):
+    """One process has all the places of a server. Returns the nonce and the address of
+    each session."""
+    places = []
+    for _ in range(PLACES):
+        client.open_session()
+        places.append((client.nonce, client.session))
+    return places
+
+
+def leave(client, place):
+    client.nonce, address = place
+    client.peer(address)
+    client.send(base(BYE))
+
+
+# ---- Addresses of another family ----
+
+def of_another_family(address):
+    """It is as long, and libfabric's tcp and udp have no such addresses. One of them in an
+    address vector is enough: libfabric then takes none any more."""
+    return struct.pack("<H", socket.AF_UNIX) + address[2:8] + b"A" * (len(address) - 8)
+
+
+@pytest.mark.parametrize("provider", [
+    p for p in ("tcp", "udp;ofi_rxd") if is_here(p)])
+def test_another_family(run, serve, provider):
+    """It costs those who are connected nothing, and those who come."""
+    server = serve(CROWD, provider)
+    client = CrowdGuest(run, server)
+    assert client.open_session().type == ACCEPT
+    stranger = CrowdGuest(run, server)
+    stranger.send(stranger.connect(of_another_family(stranger.address)))
+    server.process.wait_for("^error: .* is not an address")
+    assert client.ask(GET).type == NOT_FOUND
+    server.check_client("1", "1", timeout=20)
+    assert client.ask(GET).type == NOT_FOUND
+    assert len(server.errors()) == 1
+    server.stop()
+
+
+@pytest.mark.parametrize("program", SESSIONS)
+def test_another_family_in_line(run, serve, program):
+    """All places are taken, so this one would be told to wait. Those who come later are
+    told, and get in when somebody leaves."""
+    server = serve(program, "tcp")
+    client = FakeClient(run, server)
+    places = take_places(client)
+    client.peer(server.address)
+    client.nonce = new_nonce()
+    client.send(client.connect(of_another_family(client.address)))
+    server.process.wait_for("^error: .* is not an address")
+    later = server.start_client(*server.entry.short)
+    later.wait_for("^The server has no place for us yet: waiting$", SILENCE)
+    leave(client, places.pop())
+    assert later.wait(20) == 0, later.output
+    # Those who are connected have noticed nothing.
+    for place in places:
+        leave(client, place)
+    server.process.wait_for("Done.|has left before", count=PLACES + 1)
+    server.stop()
+
+
+# ---- Bytes that are no sign of life ----
+
+def is_over(process, pattern=None):
+    """Whether a program has ended, or has printed something."""
+    return process.popen.poll() is not None if pattern is None else \
+        re.search(pattern, process.output, re.M)
+
+
+def send_junk(sender, until):
+    """Sends bytes that belong to no conversation, each second. Returns after how many
+    seconds it is over, or None."""
+    began = time.monotonic()
+    while not until():
+        if time.monotonic() - began > 2 * SILENCE * TIME_FACTOR:
+            return None
+        sender.send(JUNK, answer="(sent|failed)", as_it_is=True)
+        time.sleep(1)
+    return time.monotonic() - began
+
+
+def client_of_a_dead_server(run, build, program, accepted):
+    """A client whose server falls silent. Returns what it prints at the end."""
+    entry = TABLE[program]
+    args = entry.least if entry.files else entry.short
+    if entry.one_endpoint:
+        server = CrowdHost(run, build, *args, provider="tcp")
+        if accepted:
+            server.reply(ACCEPT)
+    else:
+        server = FakeServer(run, build, program, *args, provider="tcp",
+                            accepts=accepted)
+    seconds = send_junk(server, lambda: server.client.popen.poll() is not None)
+    if seconds is None:
+        return "still waiting"
+    server.client.wait()
+    return server.client.output
+
+
+@pytest.mark.long
+def test_junk_from_a_dead_server(run, build):
+    """A client notices that its server has gone, before the ACCEPT and after, whatever
+    others send to it meanwhile. All programs at once, because it takes long."""
+    cases = [(program, accepted) for program in [*SESSIONS, CROWD]
+             for accepted in (False, True)]
+    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
+        outputs = pool.map(lambda case: client_of_a_dead_server(run, build, *case), cases)
+        outputs = dict(zip(cases, outputs))
+    wrong = {case: output for case, output in outputs.items()
+             if f"nothing has happened for {SILENCE} s" not in output}
+    assert not wrong
+
+
+def place_of_a_dead_client(run, serve, program):
+    """Returns after how many seconds its place is free, or None."""
+    server = serve(program, "tcp")
+    dead = FakeClient(run, server)
+    dead.open_session()
+    stranger = FakeClient(run, server)
+    stranger.peer(dead.session)
+    line = rf"^\[{dead.number}\] error: .*nothing has happened for {SILENCE} s"
+    return send_junk(stranger, lambda: re.search(line, server.process.output, re.M))
+
+
+@pytest.mark.long
+def test_junk_to_the_place_of_a_dead_client(run, serve):
+    """A server gives up a client that has gone, whatever others send to its session."""
+    with concurrent.futures.ThreadPoolExecutor(len(SESSIONS)) as pool:
+        seconds = dict(zip(SESSIONS, pool.map(
+            lambda program: place_of_a_dead_client(run, serve, program), SESSIONS)))
+    assert None not in seconds.values(), seconds
+
+
+# ---- Many addresses, many connections ----
+
+RAILS = 48
+
+
+def test_many_rails(run, serve):
+    """Somebody asks for rails without end. A transfer goes on meanwhile, and the server
+    opens no more of them than a client may have."""
+    server = serve("11_rails", "tcp")
+    transfer = server.start_client("4096", "1000", "1000000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    before = len(descriptors(server)), server.memory()
+    stranger = FakeClient(run, server)
+    with mute_host() as invented:
+        for number in range(RAILS):
+            stranger.send(stranger.connect(invented(number)))
+        most = 0
+        end = time.monotonic() + 5 * TIME_FACTOR
+        while time.monotonic() < end:
+            most = max(most, server.memory())
+            time.sleep(0.05)
+        print(before, most, len(descriptors(server)))
+        already = server.process.output.count("WRITE: ")
+        wait_until(lambda: server.process.output.count("WRITE: ") > already + 1)
+        server.check_client("4096", "10", "1")
+    assert transfer.popen.poll() is None
+    transfer.popen.kill()
+    transfer.wait()
+    server.stop()
+
+
+CONNECTIONS = 1200
+
+
+@pytest.mark.parametrize("program", ["5_reverse", "12_sleep", CROWD])
+def test_idle_connections(serve, program):
+    """Connections over which nothing comes keep nobody out."""
+    with many_descriptors(2 * CONNECTIONS), contextlib.ExitStack() as stack:
+        server = serve(program, "tcp")
+        host = server.address
+        port, host = struct.unpack(">HI", bytes.fromhex(server.address)[2:8])
+        host = socket.inet_ntoa(struct.pack(">I", host))
+        for _ in range(CONNECTIONS):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                connection.connect((host, port))
+        began = time.monotonic()
+        client = server.check_client(*server.entry.short, timeout=60)
+        print(program, client.seconds, time.monotonic() - began)
+        wait_until(lambda: len(descriptors(server)) > CONNECTIONS, 60)
+    server.stop()
+
+
+WAITING = 300
+
+
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue", "11_rails"])
+def test_invented_addresses_in_line(run, serve, program):
+    """All who wait are told so, also where nobody listens. The server does not keep their
+    addresses, nor the connections that it has made to them."""
+    server = serve(program, "tcp")
+    client = FakeClient(run, server)
+    places = take_places(client)
+    before = len(descriptors(server))
+    client.peer(server.address)
+    with mute_host() as invented:
+        for number in range(WAITING):
+            client.nonce = new_nonce()
+            client.send(client.connect(invented(number)))
+        later = server.start_client(*server.entry.short)
+        most = 0
+        end = time.monotonic() + 5
+        while time.monotonic() < end:
+            most = max(most, len(descriptors(server)))
+            time.sleep(0.05)
+        print(program, before, most, len(descriptors(server)))
+        for place in places:
+            leave(client, place)
+        assert later.wait(40) == 0, later.output
+        wait_until(lambda: len(descriptors(server)) < before + WAITING // 4, 30)
+    server.stop()

@@ -602,7 +602,7 @@ MUTANTS |= {
         "test_sleep.py test_ninth_client"),
     "crowd-connect-twice": Mutant(
         "a CONNECT that comes twice begins one conversation", "13_crowd",
-        "        if (client.peer.nonce == connect.base.nonce) return;\n", "",
+        "      if (it->second.nonces.contains(connect.base.nonce)) return;\n", "",
         "test_crowd.py test_many_conversations"),
     "crowd-heard": Mutant(
         "who goes on asking is not forgotten", "13_crowd",

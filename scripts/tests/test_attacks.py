@@ -132,7 +132,7 @@ def test_another_family_in_line(run, serve, program):
     client.send(client.connect(of_another_family(client.address)))
     server.process.wait_for("^error: .* is not an address")
     later = server.start_client(*server.entry.short)
-    later.wait_for("^The server has no place for us yet: waiting$", SILENCE)
+    later.wait_for("^The server can't serve us yet: waiting$", SILENCE)
     leave(client, places.pop())
     assert later.wait(20) == 0, later.output
     # Those who are connected have noticed nothing.

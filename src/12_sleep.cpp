@@ -20,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 
 #include <algorithm>
@@ -1216,6 +1217,14 @@ constexpr const char* kUsage =
     "      List the interfaces found, the one it uses first.\n"
     "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
 
+// Lets this process open as many files as it may: each connection takes some.
+void RaiseFileLimit() {
+  struct rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   // Otherwise our lines would go into the first files that libfabric opens.
@@ -1226,6 +1235,9 @@ int main(int argc, char** argv) {
   std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   g_wake_fd = eventfd(0, EFD_CLOEXEC);
   InstallSignalHandlers();
+  RaiseFileLimit();
+  // Has ofi_rxm look for new connections each millisecond instead of each ten.
+  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);
   try {
     if (args.empty()) return ServerMain(argv[0]);
     if (args[0] == "--help") {

@@ -95,6 +95,7 @@ constexpr size_t kEmptyWakes = 16;    // in a row, then we pause
 constexpr size_t kManyWakes = 2000;   // in a row, then for longer
 constexpr size_t kMaxClients = 4000;  // of the server; as many may be leaving
 constexpr size_t kConnectBatch = 4;   // CONNECTs that are handled at a time
+constexpr size_t kBlockedBatch = 64;  // peers that have their turn at a time
 constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnsent = 16;     // SENDs to one peer, with those that wait
@@ -809,7 +810,7 @@ struct Mailbox {
 
   // Posts what waits. Each peer gets its turn, as often as the others.
   void PostBlocked() {
-    for (size_t i = blocked.size(); i > 0; --i) {
+    for (size_t i = std::min(blocked.size(), kBlockedBatch); i > 0; --i) {
       Peer* peer = blocked.front();
       blocked.pop_front();
       PostSends(*peer);
@@ -1047,9 +1048,12 @@ struct Server {
   void ForgetGone() {
     for (auto it = clients.begin(); it != clients.end();) {
       ServedClient& client = (it++)->second;
+      auto silence = Clock::now() - client.heard_at;
       if (!client.peer.error.empty()) {
         Forget(client, "SEND failed: " + client.peer.error);
-      } else if (Clock::now() - client.heard_at > kForgetAfter) {
+      } else if (silence > kSilenceLimit && client.peer.Unsent() > 0) {
+        Forget(client, "it does not read");
+      } else if (silence > kForgetAfter) {
         Forget(client, "it has been silent for long");
       }
     }
@@ -1478,6 +1482,8 @@ int main(int argc, char** argv) {
   g_wake_fd = eventfd(0, EFD_CLOEXEC);
   InstallSignalHandlers();
   RaiseFileLimit();
+  // Has ofi_rxm look for new connections each millisecond instead of each ten.
+  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);
   // Settings of tcp;ofi_rxm: fi_av_remove gives up what is in flight to the
   // peer, and buffers are as short as our messages.
   setenv("FI_AV_REMOVE_CLEANUP", "1", 0);

@@ -20,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -1578,6 +1579,14 @@ size_t ParseNumber(const char* name, const std::string& text) {
   return number;
 }
 
+// Lets this process open as many files as it may: each connection takes some.
+void RaiseFileLimit() {
+  struct rlimit limit = {};
+  getrlimit(RLIMIT_NOFILE, &limit);
+  limit.rlim_cur = limit.rlim_max;
+  setrlimit(RLIMIT_NOFILE, &limit);
+}
+
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   // Otherwise our lines would go into the first files that libfabric opens.
@@ -1587,6 +1596,9 @@ int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
   std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();
+  RaiseFileLimit();
+  // Has ofi_rxm look for new connections each millisecond instead of each ten.
+  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);
   try {
     if (args.empty()) return ServerMain(argv[0]);
     if (args[0] == "--help") {

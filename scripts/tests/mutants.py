@@ -464,7 +464,7 @@ MUTANTS |= {
         "test_crowd.py test_gone_in_a_hurry"),
     "crowd-silent": Mutant(
         "who is silent for long is forgotten", "13_crowd",
-        "client.heard_at > kForgetAfter) {", "client.heard_at > 1h) {",
+        "} else if (silence > kForgetAfter) {", "} else if (silence > 1h) {",
         "test_crowd.py test_forgotten"),
     "crowd-blocked": Mutant(
         "what had to wait is posted when there is room", "13_crowd",

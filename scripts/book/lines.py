@@ -15,9 +15,9 @@ import chapters  # noqa: E402  (the path has to be known)
 
 # The least share for each program, in percent. Once a chapter quotes more, its number
 # rises.
-LEAST = {"2_first": 59, "4_hello": 19, "5_reverse": 15, "6_write": 22, "7_queue": 13,
-         "8_malloc": 8, "9_file": 6, "10_lock": 12, "11_rails": 7, "12_sleep": 47,
-         "13_crowd": 7}
+LEAST = {"2_first": 59, "4_hello": 19, "5_reverse": 15, "6_write": 22, "7_queue": 14,
+         "8_malloc": 8, "9_file": 6, "10_lock": 12, "11_rails": 7, "12_sleep": 48,
+         "13_crowd": 8}
 
 # What there is nothing to say about: blank lines, comments, includes, lone braces.
 NO_CODE = re.compile(r"\s*($|//|#include|[{}();,]+$)")

@@ -1003,7 +1003,7 @@ struct WaitingLine {
   // ends whatever is on its way to them.
   std::optional<Endpoint> endpoint = {};
   std::map<Address, fi_addr_t> contacts = {};  // in its address vector
-  Clock::time_point told_at = {};
+  Clock::time_point close_at = {};
 
   // Takes a CONNECT. No address stands in line twice.
   void Add(const AppConnectMessage& connect) {
@@ -1015,26 +1015,25 @@ struct WaitingLine {
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
   }
 
-  // Tells those who have been in line for a second. Closes the endpoint when it
-  // has been used for many addresses, or for none for so long that nobody waits
-  // for what it has told.
+  // Tells those who have been in line for a second to ask again.
   void TellAll() {
     Clock::time_point now = Clock::now();
-    bool full = contacts.size() >= kMaxContacts;
-    if (endpoint && now - told_at > (full ? kTellGrace : kSilenceLimit)) {
+    if (endpoint && now > close_at) {
       endpoint.reset();
+      std::erase_if(untold, [&](const Visitor& visitor) {
+        return contacts.contains(AddressIn(visitor.connect));
+      });
       contacts.clear();
-      full = false;
     }
     if (endpoint) endpoint->PollCompletion();
     while (!visitors.empty() && now - visitors.front().since > kAskPeriod) {
       if (untold.size() < kMaxWaiting) untold.push_back(visitors.front());
       visitors.pop_front();
     }
-    if (full || untold.empty()) return;
+    if (untold.empty()) return;
     if (!endpoint) {
-      if (now - told_at < kAskPeriod) return;  // there was no memory for it
-      told_at = now;
+      if (now < close_at) return;  // there was no memory for it
+      close_at = now + kSilenceLimit;
       endpoint.emplace(domain);
     }
     std::erase_if(untold, [&](const Visitor& visitor) {
@@ -1046,18 +1045,25 @@ struct WaitingLine {
   // in fi_msg(3)) and reports no completion. Returns false if it has no room.
   bool Tell(const Visitor& visitor) {
     Address address = AddressIn(visitor.connect);
+    bool full = contacts.size() >= kMaxContacts;
+    if (full && !contacts.contains(address)) return false;
     try {
       if (!contacts.contains(address)) {
         contacts[address] = endpoint->AddPeerAddress(address);
       }
-    } catch (const std::runtime_error&) {
-      return true;  // it is no address
+    } catch (const std::runtime_error& e) {
+      fprintf(stderr, "error: %s\n", e.what());
+      return true;
     }
     AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
-    ssize_t ret =
-        fi_inject(endpoint->ep, &wait, sizeof(wait), contacts.at(address));
-    if (ret == 0) told_at = Clock::now();
-    return ret != -FI_EAGAIN;
+    // Closed when nobody waits any more for what it has told, or soon after it
+    // has been used for many.
+    if (!full) {
+      close_at = Clock::now() +
+                 (contacts.size() < kMaxContacts ? kSilenceLimit : kTellGrace);
+    }
+    return fi_inject(endpoint->ep, &wait, sizeof(wait), contacts.at(address)) !=
+           -FI_EAGAIN;
   }
 };
 

@@ -117,13 +117,13 @@ MUTANTS = {
         "test_strangers.py test_byes_of_strangers and 5_reverse"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
-        "if (full || untold.empty()) return;", "return;",
+        "if (untold.empty()) return;", "return;",
         "test_strangers.py test_line"),
     "given-up": Mutant(
         "who has given up leaves the line", "8_malloc",
-        "      visitors.pop_front();\n    }\n    if (full",
+        "      visitors.pop_front();\n    }\n    if (untold",
         "      visitors.push_back({visitors.front().connect});\n"
-        "      visitors.pop_front();\n    }\n    if (full",
+        "      visitors.pop_front();\n    }\n    if (untold",
         "test_strangers.py test_line"),
     "tell-when-full": Mutant(
         "a server with places left tells those who wait for one, too", "5_reverse",
@@ -600,6 +600,10 @@ MUTANTS |= {
         "a server does not sleep while somebody waits in line", "12_sleep",
         "line.visitors.empty() ? kMaxSleep : kIdlePause", "kMaxSleep",
         "test_sleep.py test_ninth_client"),
+    "full-line": Mutant(
+        "the line has an end", "12_sleep",
+        "visitors.size() < kMaxWaiting", "visitors.size() < 1000 * kMaxWaiting",
+        "test_sleep.py test_full_line"),
     "crowd-connect-twice": Mutant(
         "a CONNECT that comes twice begins one conversation", "13_crowd",
         "      if (it->second.nonces.contains(connect.base.nonce)) return;\n", "",

@@ -165,7 +165,6 @@ WRONG_CROWDS = {
     "overflow": [ADDRESS, str(2**64 + 1)],
     "zero requests": [ADDRESS, "1", "0"],
     "no number of requests": [ADDRESS, "1", "x"],
-    "zero period": [ADDRESS, "1", "1", "0"],
     "no period": [ADDRESS, "1", "1", "1s"],
     "too many": [ADDRESS, "1", "1", "1", "1"],
     "get without a key": [ADDRESS, "get"],

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from fakes import FakeClient
+from fakes import FakeClient, new_nonce
 from harness import BUILD, PROVIDERS, Server, provider_in
 from marks import not_over_verbs
 from messages import BYE, base
@@ -105,20 +105,23 @@ def test_client_asleep(serve):
 
 # ---- No time-out wakes anybody ----
 
+LINE = 3
 # One process builds what these need.
 one_worker = pytest.mark.xdist_group("sleep")
 
 
 @pytest.fixture(scope="module")
 def heavy_sleepers(tmp_path_factory):
-    """The folder of a 12_sleep that only a completion or a signal wakes within the hour.
-    With SIGNAL=1 in its environment, the signal comes at the worst moment: after the
+    """The folder of a 12_sleep that only a completion or a signal wakes within the hour,
+    and in which no more than LINE clients wait for a place. With SIGNAL=1 in its environment, the signal comes at the worst moment: after the
     program has looked for one, and before it sleeps."""
     folder = tmp_path_factory.mktemp("sleep")
     with open(f"{ROOT}/src/{PROGRAM}.cpp") as file:
         source = file.read()
     for old, new in [
             ("constexpr auto kMaxSleep = 500ms;", "constexpr auto kMaxSleep = 3600000ms;"),
+            ("constexpr size_t kMaxWaiting = 1000;",
+             f"constexpr size_t kMaxWaiting = {LINE};"),
             ("    ret = poll(", '    if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n'
              "    ret = poll(")]:
         assert source.count(old) == 1, old
@@ -158,6 +161,39 @@ def test_ninth_client(run, heavy_sleepers):
     assert ninth.wait(30) == 0, ninth.output
     assert server.entry.success in ninth.output
     assert server.process.output.count("Received CONNECT") == 9
+    server.stop()
+
+
+@one_worker
+def test_full_line(run, heavy_sleepers):
+    """The line has an end: who finds no room in it gets no answer, and costs no
+    memory."""
+    server = Server(run, heavy_sleepers, PROGRAM)
+    served, *waiting = [FakeClient(run, server) for _ in range(1 + LINE + 1)]
+    for _ in range(8):
+        served.nonce = new_nonce()
+        served.send(served.connect())
+    server.process.wait_for("Received CONNECT", count=8)
+    for client in waiting:  # so that they are connected
+        client.send(b"")
+    server.process.wait_for("^error: bad message: ", count=len(waiting))
+    # The server finds their CONNECTs together.
+    server.process.signal(signal.SIGSTOP)
+    for client in waiting:
+        client.send(client.connect())
+    server.process.signal(signal.SIGCONT)
+    for client in waiting:
+        client.process.write("wait")
+
+    def told():
+        return sum("\nreceived " in client.process.output for client in waiting)
+
+    end = time.monotonic() + 15
+    while told() < LINE:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.5)
+    assert told() == LINE
     server.stop()
 
 

@@ -870,6 +870,7 @@ struct ServedClient {
   Address addr;
   Peer peer;
   Clock::time_point heard_at = Clock::now();
+  bool answered = false;            // it has, so its address is not invented
   Clock::time_point leave_at = {};  // until then, the last messages may leave
 };
 
@@ -936,6 +937,7 @@ struct Server {
     if (it == clients.end() || it->second.peer.nonce != base.nonce) return;
     ServedClient& client = it->second;
     client.heard_at = Clock::now();
+    client.answered = true;
     mailbox.endpoint.RestartSilence();
     if (base.type == AppMessageType::kBye) return Leave(client);
     try {
@@ -1051,8 +1053,9 @@ struct Server {
       auto silence = Clock::now() - client.heard_at;
       if (!client.peer.error.empty()) {
         Forget(client, "SEND failed: " + client.peer.error);
-      } else if (silence > kSilenceLimit && client.peer.Unsent() > 0) {
-        Forget(client, "it does not read");
+      } else if (silence > kSilenceLimit && client.peer.Unsent() > 0 &&
+                 !client.answered) {
+        Forget(client, "nobody is there");
       } else if (silence > kForgetAfter) {
         Forget(client, "it has been silent for long");
       }

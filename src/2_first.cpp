@@ -34,7 +34,8 @@ int main(int argc, char** argv) {
   fi_info* info;  // a list, the best one first
   Check(fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints, &info),
         "fi_getinfo");
-  printf("provider: %s\n", info->fabric_attr->prov_name);
+  printf("domain: %s, provider: %s\n", info->domain_attr->name,
+         info->fabric_attr->prov_name);
 
   // 2. Open the network, and in it our access to the adapter.
   fid_fabric* fabric;

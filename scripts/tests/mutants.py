@@ -598,7 +598,7 @@ MUTANTS |= {
         "test_sleep.py test_woken_once"),
     "sleep-line": Mutant(
         "a server does not sleep while somebody waits in line", "12_sleep",
-        "line.visitors.empty() ? kMaxSleep : kIdlePause", "kMaxSleep",
+        "waiting ? kIdlePause : kMaxSleep", "kMaxSleep",
         "test_sleep.py test_ninth_client"),
     "full-line": Mutant(
         "the line has an end", "12_sleep",

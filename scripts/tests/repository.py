@@ -53,6 +53,24 @@ def patched(patch, root=ROOT):
             return file.read()
 
 
+def build_variant(folder, program, *changes):
+    """Builds a program with other texts in the place of some, each of which it has once:
+    shorter limits, for example, so that a test need not wait for them. Returns the folder
+    that it is in."""
+    with open(f"{ROOT}/src/{program}.cpp") as file:
+        source = file.read()
+    for old, new in changes:
+        assert source.count(old) == 1, old
+        source = source.replace(old, new)
+    (folder / "src").mkdir()
+    (folder / "src" / f"{program}.cpp").write_text(source)
+    shutil.copy(f"{ROOT}/Makefile", folder)
+    # A mutant may leave something unused.
+    make("-C", str(folder), "BUILD=build", "CXXFLAGS=-O0", "CUDA_HOME=",
+         "OUR_CXXFLAGS=-std=c++20", f"build/{program}")
+    return str(folder / "build")
+
+
 def make(*arguments, **env):
     """Runs make and returns what it printed."""
     done = subprocess.run(["make", "-j2", *arguments], cwd=ROOT,

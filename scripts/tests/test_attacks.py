@@ -307,7 +307,7 @@ def test_invented_addresses_of_a_crowd(run, serve):
         for _ in range(3):
             server.check_client("1", "10", timeout=20)
         server.process.wait_for("^[0-9]{3} clients, ")
-        server.process.wait_for("forgotten: it does not read", 20,
+        server.process.wait_for("forgotten: nobody is there", 20,
                                 count=CROWD_OF_STRANGERS)
         wait_until(lambda: len(descriptors(server)) < before + 50)
         server.check_client("1", "10", timeout=20)

@@ -19,7 +19,7 @@ from harness import shares
 from links import MBITS
 from marks import not_over_verbs
 from messages import ACCEPT, BYE, REFUSED, base, fill_repeatedly, read_address
-from repository import ROOT, make
+from repository import build_variant
 
 pytestmark = [pytest.mark.builds("plain"),
               not_over_verbs("an adapter has one link")]
@@ -241,23 +241,15 @@ LATE = """
 def test_late_bytes(network, run, serve_rails, tmp_path):
     """What a rail that failed has left in the kernel's queue comes when its link is
     back. A client that has closed its rails gets nothing of it into its memory."""
-    with open(f"{ROOT}/src/11_rails.cpp") as file:
-        source = file.read()
     old = "\n".join(["", "  SayBye(rails);",
                      "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);",
                      "  CheckMemory(*memory, request, page_idx);", ""])
-    assert source.count(old) == 1
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src/11_rails.cpp").write_text(source.replace(old, LATE))
-    with open(f"{ROOT}/Makefile") as file:
-        (tmp_path / "Makefile").write_text(file.read())
-    make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0", "CUDA_HOME=",
-         "build/11_rails")
+    late = build_variant(tmp_path, "11_rails", (old, LATE))
     network.plug_all(2)
     server = serve_rails()
 
     stop = str(tmp_path / "stop")
-    clients = [run([str(tmp_path / "build/11_rails"), server.addresses, "65536", "100",
+    clients = [run([f"{late}/11_rails", server.addresses, "65536", "100",
                     "2"], netns=network.hosts[1], STOP=stop, **env)
                for env in ({"CLOSE": "1"}, {})]
     server.process.wait_for(r"^.*Registered", count=2)

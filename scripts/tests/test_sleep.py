@@ -3,7 +3,6 @@ tests of all programs; test_data sends 1000 texts over each provider."""
 
 import os
 import re
-import shutil
 import signal
 import time
 
@@ -13,7 +12,7 @@ from fakes import FakeClient, new_nonce
 from harness import BUILD, PROVIDERS, Server, provider_in
 from marks import not_over_verbs
 from messages import BYE, base
-from repository import ROOT, make
+from repository import ROOT, build_variant
 from test_strict import SHORT_DELAYS, check_rules
 
 pytestmark = pytest.mark.builds("plain")
@@ -113,26 +112,16 @@ one_worker = pytest.mark.xdist_group("sleep")
 @pytest.fixture(scope="module")
 def heavy_sleepers(tmp_path_factory):
     """The folder of a 12_sleep that only a completion or a signal wakes within the hour,
-    and in which no more than LINE clients wait for a place. With SIGNAL=1 in its environment, the signal comes at the worst moment: after the
-    program has looked for one, and before it sleeps."""
-    folder = tmp_path_factory.mktemp("sleep")
-    with open(f"{ROOT}/src/{PROGRAM}.cpp") as file:
-        source = file.read()
-    for old, new in [
-            ("constexpr auto kMaxSleep = 500ms;", "constexpr auto kMaxSleep = 3600000ms;"),
-            ("constexpr size_t kMaxWaiting = 1000;",
-             f"constexpr size_t kMaxWaiting = {LINE};"),
-            ("    ret = poll(", '    if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n'
-             "    ret = poll(")]:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    (folder / "src").mkdir()
-    (folder / "src" / f"{PROGRAM}.cpp").write_text(source)
-    shutil.copy(f"{ROOT}/Makefile", folder)
-    # A mutant may leave something unused.
-    make("-C", str(folder), "BUILD=build", "CXXFLAGS=-O0", "OUR_CXXFLAGS=-std=c++20",
-         f"build/{PROGRAM}")
-    return f"{folder}/build"
+    and in which no more than LINE clients wait for a place. With SIGNAL=1 in its
+    environment, the signal comes at the worst moment: after the program has looked for
+    one, and before it sleeps."""
+    return build_variant(
+        tmp_path_factory.mktemp("sleep"), PROGRAM,
+        ("constexpr auto kMaxSleep = 500ms;", "constexpr auto kMaxSleep = 3600000ms;"),
+        ("constexpr size_t kMaxWaiting = 1000;",
+         f"constexpr size_t kMaxWaiting = {LINE};"),
+        ("      ret = poll(",
+         '      if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n      ret = poll('))
 
 
 @one_worker
@@ -170,10 +159,10 @@ def test_full_line(run, heavy_sleepers):
     memory."""
     server = Server(run, heavy_sleepers, PROGRAM)
     served, *waiting = [FakeClient(run, server) for _ in range(1 + LINE + 1)]
-    for _ in range(8):
+    for count in range(1, 9):
         served.nonce = new_nonce()
         served.send(served.connect())
-    server.process.wait_for("Received CONNECT", count=8)
+        server.process.wait_for("Received CONNECT", count=count)
     for client in waiting:  # so that they are connected
         client.send(b"")
     server.process.wait_for("^error: bad message: ", count=len(waiting))

@@ -5,6 +5,7 @@ import contextlib
 import itertools
 import os
 import random
+import re
 import resource
 import signal
 import struct
@@ -13,10 +14,12 @@ import time
 import pytest
 
 from fakes import Borrower, FakeClient, FakeServer, FileSender
-from harness import BUILD, PROVIDERS, provider_in
+from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
+                     Server, provider_in)
 from marks import not_over_verbs
 from messages import (ALIVE, BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
                       TABLE_ALIVE, TEXT, base)
+from repository import build_variant
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -129,6 +132,64 @@ def test_byes_of_strangers(run, serve, program, provider):
     server.stop()
 
 
+def readme_says():
+    """What README has its reader type on a network of strangers."""
+    with open(f"{ROOT}/README.md") as file:
+        line = re.search("^export (.*_IFACE=.*)$", file.read(), re.M)[1]
+    return dict(word.split("=") for word in line.split())
+
+
+def listening(pid):
+    """The addresses at which a process takes connections or messages, as the kernel
+    writes them: 0100007F:89B1."""
+    inodes = set()
+    for name in os.listdir(f"/proc/{pid}/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+    addresses = set()
+    for kind in ("tcp", "tcp6", "udp", "udp6"):
+        with open(f"/proc/{pid}/net/{kind}") as file:
+            for fields in map(str.split, file.read().splitlines()[1:]):
+                # 0A: it listens. UDP knows no other state than "closed".
+                if f"socket:[{fields[9]}]" in inodes and \
+                        (kind.startswith("udp") or fields[3] == "0A"):
+                    addresses.add(fields[1])
+    return addresses
+
+
+def check_only_from_here(process, provider):
+    """Whoever wants to reach it has to be on this machine."""
+    end = time.monotonic() + 15 * TIME_FACTOR
+    while not (addresses := listening(process.popen.pid)) and provider != "shm" and \
+            "provider: shm" not in process.output:
+        assert time.monotonic() < end, process.output
+        time.sleep(0.02)
+    assert all(address.startswith("0100007F:") for address in addresses), addresses
+
+
+@not_over_verbs("an adapter listens wherever it is")
+@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p or "default")
+def test_only_from_here(run, serve, provider):
+    """After the line that README has one type on a network of strangers, nobody else
+    reaches a program, server or client, over any provider."""
+    variables = readme_says()
+    for program in ["2_first", *PROGRAMS]:
+        if program == "2_first":
+            server = First(run, BUILD, program, provider, **variables)
+        elif provider in TABLE[program].refused_by:
+            continue
+        else:
+            server = serve(program, provider, **variables)
+        check_only_from_here(server.process, provider)
+        # So that its client is there for a while.
+        server.process.signal(signal.SIGSTOP)
+        client = server.start_client()
+        check_only_from_here(client, provider)
+        for process in client, server.process:
+            process.signal(signal.SIGKILL)
+            process.wait()
+
+
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 def test_line(run, serve, provider):
     """Those who have no place are told so. Those who give up cost the others nothing:
@@ -180,10 +241,11 @@ def test_server_killed_while_others_wait(run, serve, program, signum):
 @pytest.mark.long
 @pytest.mark.parametrize("program,alive", [("8_malloc", ALIVE),
                                            ("10_lock", TABLE_ALIVE)])
-def test_idle_clients(run, serve, program, alive):
+def test_idle_clients(run, tmp_path, program, alive):
     """A client that only says that it is alive loses its place, once others wait. One
-    that says what it has done keeps it."""
-    server = serve(program)
+    that says what it has done keeps it. The limit of a minute is 6 s here."""
+    server = Server(run, build_variant(tmp_path, program,
+                                       ("kIdleLimit = 60s", "kIdleLimit = 6s")), program)
     idle = [FakeClient(run, server) for _ in range(PLACES)]
     for client in idle:
         client.open_session()

@@ -93,7 +93,7 @@ class Process:
     def output(self):
         return "".join(self.lines)
 
-    def wait_for(self, pattern, timeout=15, count=1, after=0):
+    def wait_for(self, pattern, timeout=40, count=1, after=0):
         """Waits until the pattern occurs `count` times in what the program has
         printed after the first `after` lines. Returns the last match."""
         end = time.monotonic() + timeout * TIME_FACTOR
@@ -254,7 +254,7 @@ class Server:
         with open(f"/proc/{self.process.popen.pid}/status") as status:
             return int(re.search(r"VmRSS:\s+(\d+)", status.read())[1])
 
-    def pool_line(self, number, timeout=15):
+    def pool_line(self, number, timeout=40):
         """What 8_malloc has printed about its pool after a client has gone."""
         return self.process.wait_for(rf"^\[{number}\] (the pool .*)$", timeout)[1]
 
@@ -262,7 +262,7 @@ class Server:
         """Ends the server as a user would, and checks how it ends."""
         assert self.process.popen.poll() is None, self.process.output
         self.process.signal(signum)
-        assert self.process.wait(10) == 0, self.process.output
+        assert self.process.wait(40) == 0, self.process.output
         assert not owned_shm_files([self.process.popen.pid])
 
 

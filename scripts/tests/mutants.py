@@ -600,6 +600,41 @@ MUTANTS |= {
         "a server does not sleep while somebody waits in line", "12_sleep",
         "waiting ? kIdlePause : kMaxSleep", "kMaxSleep",
         "test_sleep.py test_ninth_client"),
+    "family": Mutant(
+        "an address of another family spoils no address vector", "13_crowd",
+        "(internet ? 2 : 0)", "(internet ? 0 : 0)",
+        "test_attacks.py test_another_family"),
+    "junk": Mutant(
+        "only a message with the nonce is a sign of life", "5_reverse",
+        "    if (base.nonce != nonce) return Take();\n    endpoint.RestartSilence();\n",
+        "    endpoint.RestartSilence();\n    if (base.nonce != nonce) return Take();\n",
+        "test_attacks.py test_junk"),
+    "line-forgets": Mutant(
+        "what was told to invented addresses is given up", "5_reverse",
+        "if (endpoint && now > close_at) {", "if (false) {",
+        "test_attacks.py test_invented_addresses_in_line"),
+    "file-limit": Mutant(
+        "connections without a word take up no place", "5_reverse",
+        "  setrlimit(RLIMIT_NOFILE, &limit);\n", "",
+        "test_attacks.py test_idle_connections"),
+    "connections-soon": Mutant(
+        "connections without a word are accepted soon", "5_reverse",
+        '  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);\n', "",
+        "test_attacks.py test_idle_connections"),
+    "descriptors": Mutant(
+        "no file of libfabric's is standard error", "4_hello",
+        'if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);', "(void)fd;",
+        "test_attacks.py test_closed_descriptors"),
+    "crowd-nobody": Mutant(
+        "a server soon forgets those who are not there", "13_crowd",
+        "silence > kSilenceLimit && client.peer.Unsent() > 0 &&",
+        "silence > 1h && client.peer.Unsent() > 0 &&",
+        "test_attacks.py test_invented_addresses_of_a_crowd"),
+    "many-wakes": Mutant(
+        "many new connections are accepted soon", "12_sleep",
+        "if (++domain.empty_wakes > kManyWakes) {",
+        "if (++domain.empty_wakes > kEmptyWakes) {",
+        "test_attacks.py test_idle_connections"),
     "full-line": Mutant(
         "the line has an end", "12_sleep",
         "visitors.size() < kMaxWaiting", "visitors.size() < 1000 * kMaxWaiting",

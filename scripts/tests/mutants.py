@@ -131,10 +131,10 @@ MUTANTS = {
         "      if (clients.size() >= kMaxClients) line.TellAll();\n",
         "test_strict.py test_slow_endpoints"),
     "line-once": Mutant(
-        "nobody stands in the line twice", "8_malloc",
+        "nobody stands in the line twice", "5_reverse",
         "if (AddressIn(visitor.connect) != AddressIn(connect)) continue;",
         "continue;",
-        "test_strangers.py test_line"),
+        "test_attacks.py test_asking_at_once"),
     "idle": Mutant(
         "a client that does nothing gives its place to those who wait", "8_malloc",
         "if (Clock::now() - worked_at < kIdleLimit) return;", "return;",

@@ -143,7 +143,7 @@ def test_last_write(strict, program):
 def test_removed(strict, removed):
     """What is in flight to a client when its address is removed fails, or is never heard
     of again. This costs the server and the other clients nothing."""
-    server = strict("13_crowd", STRICT_REMOVED=removed, STRICT_CQ_DELAY_US="3000000",
+    server = strict("13_crowd", STRICT_REMOVED=removed, STRICT_CQ_DELAY_US="1000000",
                     STRICT_RECV_DISORDER="1")
     fast = {"STRICT_DELAY_US": "0", "STRICT_CQ_DELAY_US": "0",
             "STRICT_RECV_DISORDER": "0"}

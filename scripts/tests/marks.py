@@ -14,6 +14,16 @@ sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
     ids=["default", "shm"])
 
 
+def over(programs):
+    """For tests of what all programs share, letter for letter: each of them over
+    libfabric's first choice, and three that differ most over shm as well."""
+    pairs = [(program, "") for program in programs]
+    pairs += [(program, "shm") for program in ("5_reverse", "7_queue", "13_crowd")
+              if program in programs]
+    return pytest.mark.parametrize("program,provider", pairs, ids=[
+        f"{program}-{provider or 'default'}" for program, provider in pairs])
+
+
 # For tests in which a client goes while a message to it is on its way that is too long
 # for tcp;ofi_rxm to copy. Then that layer keeps something of it: see "close" in the
 # appendix of providers. Only the servers of chapters 5 and 12 send such messages.

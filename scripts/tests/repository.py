@@ -8,6 +8,11 @@ import subprocess
 import tempfile
 
 ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../..")
+# For make, of a program that a test builds. scripts/test.sh has compiled the headers
+# beforehand, which spares such a program a third of its time.
+HEADERS = f"{ROOT}/build/headers.h"
+QUICKLY = ["BUILD=build", "CXXFLAGS=-O0", "OUR_CXXFLAGS=-std=c++20 -Wall -Wextra -Werror" + (
+    f" -include {HEADERS}" if os.path.exists(f"{HEADERS}.gch") else "")]
 
 
 def number(name):
@@ -66,8 +71,8 @@ def build_variant(folder, program, *changes):
     (folder / "src" / f"{program}.cpp").write_text(source)
     shutil.copy(f"{ROOT}/Makefile", folder)
     # A mutant may leave something unused.
-    make("-C", str(folder), "BUILD=build", "CXXFLAGS=-O0", "CUDA_HOME=",
-         "OUR_CXXFLAGS=-std=c++20", f"build/{program}")
+    make("-C", str(folder), *QUICKLY, "CXXFLAGS=-O0 -Wno-error", "CUDA_HOME=",
+         f"build/{program}")
     return str(folder / "build")
 
 

@@ -16,7 +16,7 @@ from chapters import Page, read
 from harness import (BUILD, PROVIDERS, First, Server, is_here, provider_in,
                      write_source)
 from marks import ends_in_a_rendezvous
-from repository import ROOT, make, number
+from repository import QUICKLY, ROOT, make, number
 
 pytestmark = pytest.mark.builds("plain")
 
@@ -28,8 +28,8 @@ def broken(run, tmp_path):
 
     def start(program, provider="", **kwargs):
         if program not in built:
-            said = make(f"break-{number(program)}", f"BUILD={tmp_path}",
-                        "CXXFLAGS=-O0", "CUDA_HOME=")
+            said = make(f"break-{number(program)}", *QUICKLY, f"BUILD={tmp_path}",
+                        "CUDA_HOME=")
             assert f" build/break/{program} ADDRESS" in said
             built.add(program)
         kind = First if program == "2_first" else Server
@@ -66,7 +66,7 @@ def test_4_hello_knows_no_sender(run, tmp_path):
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "4_hello.cpp").write_text(source.replace(old, new))
     shutil.copy(f"{ROOT}/Makefile", tmp_path)
-    make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0", "build/4_hello")
+    make("-C", str(tmp_path), *QUICKLY, "build/4_hello")
     server = Server(run, f"{tmp_path}/build", "4_hello")
     server.check_client()
     server.process.wait_for(f"^{re.escape(printed)}$")
@@ -93,7 +93,7 @@ def test_5_reverse_killed(run, tmp_path):
         source.replace(old, f"{old}{new}\n")
         .replace(constructor, f"{constructor}{at_end}\n"))
     shutil.copy(f"{ROOT}/Makefile", tmp_path)
-    make("-C", str(tmp_path), "BUILD=build", "CXXFLAGS=-O0", "build/5_reverse")
+    make("-C", str(tmp_path), *QUICKLY, "build/5_reverse")
     server = Server(run, f"{tmp_path}/build", "5_reverse",
                     "shm" if "shm" in PROVIDERS else "")
     still = subprocess.Popen(

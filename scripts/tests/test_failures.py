@@ -17,7 +17,7 @@ import pytest
 
 from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      owned_shm_files)
-from marks import ends_in_a_rendezvous, not_over_verbs
+from marks import ends_in_a_rendezvous, not_over_verbs, over
 from repository import ROOT
 from table import ADDRESS, TABLE, WRONG_ADDRESSES
 
@@ -30,8 +30,7 @@ KILLS = int(os.environ.get("KILLS", "4"))
 
 @pytest.mark.builds("sanitized")  # it takes long
 @ends_in_a_rendezvous
-@two_providers
-@pytest.mark.parametrize("program", [p for p in PROGRAMS if not TABLE[p].killed_in])
+@over([p for p in PROGRAMS if not TABLE[p].killed_in])
 def test_killed_clients(serve, program, provider):
     """Clients that are killed at any moment. They cost the others nothing, two of
     which are there at any time. The others have such a test in a file of their own."""
@@ -52,8 +51,7 @@ def test_killed_clients(serve, program, provider):
 @not_over_verbs("a stopped client still gets its WRITEs, so it does not fall silent")
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize(
-    "program,provider", [("7_queue", provider) for provider in PROVIDERS
-                         if provider in ("", "udp;ofi_rxd")] + [("11_rails", "")])
+    "program,provider", [("7_queue", ""), ("11_rails", "")])
 def test_stopped_clients(serve, program, provider):
     """Four clients that are stopped, in the middle of the handshake or of a
     transfer. They cost the others nothing, and their sessions end after the limit
@@ -171,8 +169,7 @@ def test_no_memory(serve):
 
 @pytest.mark.builds("sanitized")  # it takes long
 @ends_in_a_rendezvous
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS)
+@over(PROGRAMS)
 def test_signals(run, serve, build, program, provider):
     """At any moment: while starting, idle, with a client, in a transfer. Each
     moment has a server of its own."""
@@ -310,8 +307,7 @@ def test_client_signals_at_work(serve, program, args, started, provider):
 
 
 @pytest.mark.builds("plain")
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS)
+@over(PROGRAMS)
 def test_client_signals_at_the_start(serve, program, provider):
     """Clients that are interrupted in their first moments, also before they have turned
     to the server, or while they do."""
@@ -337,8 +333,7 @@ def test_client_signals_at_the_start(serve, program, provider):
 
 
 @pytest.mark.builds("plain")
-@two_providers
-@pytest.mark.parametrize("program", PROGRAMS)
+@over(PROGRAMS)
 def test_nobody_reads(serve, program, provider):
     """A server whose lines go to a process that has ended, as `head` does. It serves
     its clients and closes everything all the same."""

@@ -63,6 +63,7 @@ def test_wrong_addresses(run, build, provider):
             assert re.search("^error: fi_(av_insert|send|cq_read): ", client.output, re.M)
 
 
+@pytest.mark.builds("plain")
 @all_providers
 def test_nobody_there(first, provider):
     """A client whose server has ended is silent. Only sockets says something."""
@@ -80,6 +81,7 @@ def test_nobody_there(first, provider):
     end(client)
 
 
+@pytest.mark.builds("plain")
 @all_providers
 def test_two_messages(first, provider):
     """One is printed. The client of the other one may say that it was sent, stand still,
@@ -98,6 +100,7 @@ def test_two_messages(first, provider):
         end(client)
 
 
+@pytest.mark.builds("plain")
 def test_one_digit(first):
     """Exercise 3 of chapter 2: over tcp, the first digits say what kind of address it is,
     and nobody looks at the others."""

@@ -12,7 +12,7 @@ import pytest
 import chapters
 import fuzz
 from harness import BUILD, PROGRAMS, address_of
-from repository import ROOT, parent, patched, programs
+from repository import QUICKLY, ROOT, parent, patched, programs
 from small_repository import PROGRAMS as SMALL, Repository
 from table import TABLE
 from test_tools import what_is_missing
@@ -114,7 +114,7 @@ class Made:
         (folder / f"src/{name}.cpp").write_text(
             source.replace(old, new) if old else source)
         shutil.copy(f"{ROOT}/Makefile", folder)
-        done = make(folder, name, "CXXFLAGS=-O0", "BUILD=build")
+        done = make(folder, name, *QUICKLY)
         assert done.returncode == 0, done.stderr
         self.run = run
         self.env = env

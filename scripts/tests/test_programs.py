@@ -220,10 +220,10 @@ def test_server_stood_still(serve, program, provider):
 @pytest.mark.builds("plain")
 def test_waiting_is_not_silence(run, tmp_path):
     """One client has all the memory and the time of the server for longer than
-    the limit, which is 5 s here. Seven others wait for memory, and ten for an ACCEPT: more
+    the limit, which is 3 s here. Seven others wait for memory, and ten for an ACCEPT: more
     than the listener has RECVs."""
     server = Server(run, build_variant(tmp_path, "7_queue",
-                                       ("kSilenceLimit = 10s", "kSilenceLimit = 5s")),
+                                       ("kSilenceLimit = 10s", "kSilenceLimit = 3s")),
                     "7_queue")
     greedy = server.start_client(str(16 << 20), "32", "1000000")
     server.process.wait_for("Registered ")
@@ -232,7 +232,7 @@ def test_waiting_is_not_silence(run, tmp_path):
     waiting += [server.start_client("4096", "10", "1") for _ in range(10)]
     for client in waiting:
         client.wait_for("Sent CONNECT", 30)
-    time.sleep(6)
+    time.sleep(4)
     for client in [greedy, *waiting]:
         assert client.popen.poll() is None, client.output
     assert server.process.output.count("Registered ") == 1

@@ -24,8 +24,8 @@ from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
 # shm compares no keys: whoever may use it may read the whole process.
-compares_keys = pytest.mark.parametrize(
-    "provider", [p for p in PROVIDERS if p != "shm"], ids=lambda p: p or "default")
+KEYED = [p for p in PROVIDERS if p != "shm"]  # those that compare keys
+compares_keys = pytest.mark.parametrize("provider", KEYED, ids=lambda p: p or "default")
 # How many keys a stranger tries for each program and provider: GUESSES=300.
 GUESSES = int(os.environ.get("GUESSES", "8"))
 PLACES = 8  # for clients of a server
@@ -61,8 +61,8 @@ def check_keys(run, provider, address, command, right=None):
         assert stranger(run, provider, address, f"{command} 0 {right}")
 
 
-@compares_keys
-@pytest.mark.parametrize("program", ["8_malloc", "10_lock"])
+@pytest.mark.parametrize("program,provider", [
+    ("8_malloc", provider) for provider in KEYED] + [("10_lock", KEYED[0])])
 def test_memory_of_a_server(run, serve, program, provider):
     """The pool and the table can be reached at the listener's address."""
     server = serve(program, provider)

@@ -73,6 +73,7 @@ class Process:
             command = ["ip", "netns", "exec", netns, *command]
         self.command = command
         self.started = time.monotonic()
+        self.born = time.time() - 0.1  # the clock of files is coarser
         self.popen = subprocess.Popen(
             command, cwd=cwd, env={**os.environ, **env},
             stdin=stdin or subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -130,12 +131,14 @@ class Process:
         return re.findall(r"^(?:\[\d+\] )?warning: .*", self.output, re.M)
 
 
-def owned_shm_files(pids):
-    """Returns the files that these processes have left in /dev/shm. The shm
-    provider names them after the process."""
+def owned_shm_files(pids, since=0.0):
+    """Returns the files that these processes have left in /dev/shm, and made after that
+    time: an older one is of another process, which had the same number. The shm provider
+    names them after the process."""
     return [name for name in os.listdir("/dev/shm")
             if re.split(r"[^0-9]", name.split("//")[-1].lstrip("_"))[0]
-            in [str(pid) for pid in pids]]
+            in [str(pid) for pid in pids]
+            and os.lstat(f"/dev/shm/{name}").st_ctime >= since]
 
 
 # What the files that 9_file sends are made of. The size is not that of a chunk, so
@@ -263,7 +266,7 @@ class Server:
         assert self.process.popen.poll() is None, self.process.output
         self.process.signal(signum)
         assert self.process.wait(40) == 0, self.process.output
-        assert not owned_shm_files([self.process.popen.pid])
+        assert not owned_shm_files([self.process.popen.pid], self.process.born)
 
 
 class First:

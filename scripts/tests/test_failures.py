@@ -299,7 +299,7 @@ def test_client_signals_at_work(serve, program, args, started, provider):
         client.signal(signum)
         assert client.wait(20) == 1, client.output
         assert client.output.endswith("error: interrupted\n")
-        assert not owned_shm_files([client.popen.pid])
+        assert not owned_shm_files([client.popen.pid], client.born)
         server.process.wait_for("Done.$", timeout=3, after=already)
     assert not server.errors()
     server.check_client()
@@ -322,7 +322,7 @@ def test_client_signals_at_the_start(serve, program, provider):
         assert status == 1 and "error: interrupted" in client.output or \
             status == 0 and server.entry.success in client.output or \
             not client.output, client.output
-        assert not owned_shm_files([client.popen.pid])
+        assert not owned_shm_files([client.popen.pid], client.born)
 
     with concurrent.futures.ThreadPoolExecutor(5) as pool:
         # Over tcp, none has ever harmed the server.

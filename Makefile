@@ -8,7 +8,9 @@
 #   CXX, CXXFLAGS   the compiler and its options
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
-#   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options
+#   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
+#                   for `make watch-6`: the client's arguments
+#   DIR, SOURCE     for `make watch`: the folder with the records, and the program's source
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
 #   JOBS            for `make mutants`: how many at a time (JOBS=2)
@@ -126,10 +128,15 @@ $(BUILD)/sender $(BUILD)/allocator $(BUILD)/callbacks $(BUILD)/inside_queue \
   $(BUILD)/inside_lock $(BUILD)/bench_loop: $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
 	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
-$(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp \
-  $(BUILD)/.flags
+# The recorder of `make watch-6`, and the races by which its tests judge it.
+$(BUILD)/watch.so: scripts/watch/recorder.cpp
+$(BUILD)/races: scripts/watch/races.cpp $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< $(LDFLAGS) \
+	  $(LIBFABRIC_LIBS)
+$(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp
+$(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so: $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \
-	  $< $(LDFLAGS) $(LIBFABRIC_LIBS)
+	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
 # The programs that use GPUs, built once more for machines without a GPU and without
 # the CUDA Toolkit: a folder that looks like the toolkit's holds a header and a
@@ -160,7 +167,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo test test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
+.PHONY: demo watch test test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
   bench-rails bench-crowd lint book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
@@ -237,6 +244,20 @@ break-%:
 	@scripts/install-deps.sh build
 	@BUILD='$(BUILD)' scripts/breaks/run.sh $*
 
+# Runs a program with a recorder, and shows who owned what when, and what was wrong in
+# that: make watch-6, make watch-mine. With DIR: of what was recorded by hand.
+watch-%:
+	@scripts/install-deps.sh build
+	@$(MAKE) --no-print-directory $(BUILD)/watch.so \
+	  $(or $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN))),\
+	  $(error there is no program $*))
+	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
+	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN))) $(ARGS)
+watch:
+	@[ -n '$(DIR)' ] || { \
+	  echo 'error: name the folder with the records: make watch DIR=run' >&2; exit 2; }
+	@BUILD='$(BUILD)' python3 scripts/watch/run.py '$(DIR)' '$(SOURCE)'
+
 # Shows what a program adds to the one that it is based on: make diff-7.
 diff-%:
 	@scripts/diff.sh $* $(OWN) $(PROGRAMS)
@@ -283,6 +304,7 @@ help:
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make break-2    build a program with one thing broken on purpose'
+	@echo 'make watch-6    run it with a recorder: who owned what when, and what was wrong'
 	@echo 'make book       the chapters beside their programs, in build/book/'
 	@echo 'make test-book  look at these pages in a browser'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'

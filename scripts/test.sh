@@ -23,7 +23,8 @@ done
 export BUILD=build
 # A program of somebody's own is no matter of the tests, and may be half done.
 make -j2 all OWN= build/sender build/allocator build/callbacks build/inside_queue \
-  build/inside_lock build/bench_loop build/reorder.so stand-ins
+  build/inside_lock build/bench_loop build/reorder.so build/watch.so build/races \
+  stand-ins
 # Reports need line numbers (-g1), and nothing else that takes a compiler long.
 make -j2 all OWN= build/sanitized/allocator BUILD=build/sanitized \
   CXXFLAGS="-O0 -g1 -fsanitize=address,undefined"

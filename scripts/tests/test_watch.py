@@ -1,0 +1,177 @@
+"""The recorder and its model (make watch-6): what it names, and that it names nothing in a
+program that is right."""
+
+import glob
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import xml.dom.minidom
+
+import pytest
+
+from harness import BUILD, OVER_VERBS, PROGRAMS, PROVIDERS, ROOT, Server
+from repository import QUICKLY, make, number
+
+sys.path.append(f"{ROOT}/scripts/watch")
+import draw  # noqa: E402
+import model  # noqa: E402
+
+pytestmark = pytest.mark.skipif(bool(OVER_VERBS), reason="the tests of traps are for tcp")
+# Each one's name and rule, and whether it takes traps.
+with open(f"{ROOT}/scripts/watch/races.cpp") as file:
+    RACES = re.findall(r'\{"([a-z-]+)",\s*"(\w+)",\s*(true|false),', file.read())
+# So that a run takes a moment. 7 and 11 have 64 pages.
+QUICK = {"7_queue": ["4096", "64", "1"], "11_rails": ["4096", "64", "1"],
+         "8_malloc": ["2"], "10_lock": ["3"], "13_crowd": ["1"]}
+RULES = {name: rule for name, (rule, _) in model.RULES.items()}
+
+
+def watch(folder, program, *arguments, provider="tcp", **env):
+    """Runs server and client of a program with the recorder. Returns the exit status, what
+    was printed, and the run."""
+    env = {**os.environ, "BUILD": BUILD, **env}
+    if provider:
+        env["FI_PROVIDER"] = provider
+    done = subprocess.run(
+        [sys.executable, "scripts/watch/run.py", "-q", "-o", str(folder), program,
+         *arguments], cwd=ROOT, env=env, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    run = model.load(str(folder), f"{ROOT}/src/{os.path.basename(program)}.cpp")
+    assert run, done.stdout
+    return done.returncode, done.stdout, run
+
+
+def race(folder, name, kind, trap):
+    env = {**os.environ, "WATCH": str(folder), "FI_PROVIDER": "tcp",
+           "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/watch.so"),
+           **({"WATCH_TRAP": "1"} if trap else {})}
+    subprocess.run([f"{BUILD}/races", name, kind], cwd=ROOT, env=env, check=True)
+    return model.load(str(folder))
+
+
+def rules(found):
+    return [w.rule for w in found]
+
+
+def test_all_pairs_are_here():
+    done = subprocess.run([f"{BUILD}/races", "--list"], cwd=ROOT, text=True, check=True,
+                          capture_output=True)
+    assert [name for name, *_ in RACES] == [line.split()[0] for line in
+                                            done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize("name,rule,trap", [
+    (name, rule, trap == "true") for name, rule, trap in RACES], ids=[r[0] for r in RACES])
+def test_pair(tmp_path, name, rule, trap):
+    """Of two programs that are nearly the same, the wrong one is named, by its rule, and
+    nothing in the right one."""
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.mkdir()
+    wrong.mkdir()
+    run = race(right, name, "right", trap)
+    assert not run.wrongs, draw.summary(run)
+    run = race(wrong, name, "wrong", trap)
+    assert RULES[rule] in rules(run.wrongs) + rules(run.notes), draw.summary(run)
+
+
+@pytest.mark.parametrize("program,provider", [
+    *((program, "tcp") for program in PROGRAMS),
+    *(("9_file", provider) for provider in PROVIDERS if provider in ("shm", "net"))])
+def test_no_false_alarm(tmp_path, program, provider):
+    """The recorder changes nothing, and finds nothing."""
+    status, output, run = watch(tmp_path, f"{BUILD}/{program}", *QUICK.get(program, []),
+                                provider=provider)
+    assert status == 0, output
+    assert not run.wrongs, output
+    assert sorted(p.name for p in run.ps) == ["client", "server"]
+    assert all(p.ended and not p.lost for p in run.ps)
+    sends = [op for p in run.ps for op in p.ops.values() if op.what == model.SEND]
+    # Only the last message to somebody who leaves is nobody's.
+    assert sum(op.match is not None for op in sends) >= max(len(sends) - 2, 1), output
+    # The pictures are well-formed.
+    svg = (tmp_path / "picture.svg").read_text()
+    xml.dom.minidom.parseString(svg)
+    assert svg in (tmp_path / "page.html").read_text()
+    json.loads((tmp_path / "trace.json").read_text())
+    assert "RECV completed: " in (tmp_path / "trace.txt").read_text()
+
+
+@pytest.mark.parametrize("behind,arguments", [
+    ("reorder.so", []), ("strict.so", [])])
+def test_behind(tmp_path, behind, arguments):
+    """With a library between itself and libfabric, it sees what the program sees."""
+    status, output, run = watch(
+        tmp_path, f"{BUILD}/6_write", *arguments, STRICT_DIR=str(tmp_path),
+        LD_PRELOAD=os.path.abspath(f"{ROOT}/{BUILD}/{behind}"))
+    assert status == 0, output
+    assert not run.wrongs, output
+
+
+# What the recorder names in the broken programs, over plain tcp.
+# In break-9, the server's own thread still saves what is overwritten.
+BREAKS = {"2_first": ("flight", ["x" * 20000]), "6_write": ("number", []),
+          "9_file": ("lent", [])}
+
+
+@pytest.mark.parametrize("program", BREAKS)
+def test_break(tmp_path, program):
+    """What a laptop hides: the client says that all is well."""
+    rule, arguments = BREAKS[program]
+    make(f"break-{number(program)}", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
+    folder = tmp_path / "records"
+    status, output, run = watch(folder, f"{tmp_path}/break/{program}", *arguments)
+    assert status == 1, output
+    assert RULES[rule] in rules(run.wrongs), output
+    assert f"(chapter {model.RULES[rule][1]})" in output
+
+
+def test_by_hand(run, tmp_path):
+    """In two terminals, as the page says; the client is killed, and its records stay."""
+    env = {"WATCH": str(tmp_path), "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/watch.so")}
+    server = Server(run, BUILD, "7_queue", "tcp", **env)
+    client = server.start_client("4096", "1000", "100000")
+    server.process.wait_for("WRITE: ", timeout=30)
+    client.signal(signal.SIGKILL)
+    client.wait()
+    server.process.wait_for(r"^\[1\] error: ", timeout=60)
+    server.check_client("4096", "64", "1")
+    server.stop()
+    done = subprocess.run(["make", "-s", "watch", f"DIR={tmp_path}", f"BUILD={BUILD}"],
+                          cwd=ROOT, text=True, capture_output=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "processes" in done.stdout
+    found = model.load(str(tmp_path))
+    assert sorted(p.name for p in found.ps) == ["client 1", "client 2", "server"]
+    assert sorted(p.ended for p in found.ps) == [False, True, True]
+    assert not found.wrongs
+
+
+def test_full(tmp_path):
+    """Records that have no room are counted, and the program goes on."""
+    status, output, run = watch(tmp_path, f"{BUILD}/7_queue", "4096", "500", "40",
+                                WATCH_MB="1")
+    assert status == 0, output
+    lost = sum(p.lost for p in run.ps)
+    assert lost > 0 and f"{lost} records had no room" in output
+    assert all(os.path.getsize(path) <= 1 << 20 for path in glob.glob(f"{tmp_path}/*.watch"))
+    assert not run.wrongs, output
+
+
+def test_trap(tmp_path):
+    """Names the line that touches, and a right program has none."""
+    status, output, run = watch(tmp_path, f"{BUILD}/6_write", "65536", "20", WATCH_TRAP="1")
+    assert status == 0, output
+    assert not run.wrongs, output
+    assert any(t.trap for p in run.ps for t in p.touches)
+    lines = {model.place(t.where) for p in run.ps for t in p.touches if t.trap}
+    assert any(re.fullmatch(r"6_write\.cpp:\d+ in \w.*", line) for line in lines), lines
+
+
+def test_no_records(tmp_path):
+    done = subprocess.run([sys.executable, "scripts/watch/run.py", str(tmp_path)], cwd=ROOT,
+                          text=True, capture_output=True, check=False)
+    assert done.returncode == 1
+    assert "has no records: was WATCH set" in done.stderr

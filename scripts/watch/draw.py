@@ -1,0 +1,890 @@
+"""Draws "Who owned it when?" of a run that was recorded, and writes it as text.
+
+write(run, folder) makes picture.svg, page.html (the picture with hints, and the text),
+trace.txt and trace.json, which ui.perfetto.dev shows."""
+
+import bisect
+import html
+import json
+import os
+import re
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, f"{HERE}/../book")
+import style  # noqa: E402
+from model import (ATOMIC, NAMES, READ, RECV, REMOTE, SEND, WRITE, label, plural,  # noqa: E402
+                   size, span, told, words)
+
+LABEL, PLOT, RIGHT = 196, 944, 24
+WIDTH = LABEL + PLOT + RIGHT
+LANE, THIN, MAP, SPACE, GAP = 24, 12, 132, 7, 124
+MOST_LANES = 12       # of a region; then it becomes a map
+MOST_PROCESSES = 4    # that are drawn; the others are named
+MOST_ARROWS = 400     # then only messages, and the first WRITEs
+style.ROLES |= {"touch": ("green", "green"), "lent": ("amber", "pale-amber"),
+                "bad": ("red", "pale-red"), "ink": ("page", "page")}
+OWNERS = {"mine": ("good", "mine: I may touch it"), "flight": ("data", "in flight: hands off"),
+          "lent": ("lent", "lent: the others may"), "touch": ("touch", "the program uses it"),
+          "waits": ("idle", "full, and waits"), "bad": ("bad", "wrong")}
+
+
+def ms(run, t):
+    return f"{(t - run.t0) / 1e6:.3f} ms"
+
+
+# ---- What was found ----
+
+def outcome(run):
+    if run.wrongs:
+        return plural(sum(1 + w.more for w in run.wrongs), "violation")
+    if run.notes:
+        return f"no certain violation, {plural(sum(1 + w.more for w in run.notes), 'thing')} to look at"
+    return "no violation seen"
+
+
+def finding(run, w):
+    more = f" (and {w.more} more like this)" if w.more else ""
+    return f"{w.p.name}, {ms(run, w.t)}: {w.text}{more}. {w.rule} (chapter {w.chapter})."
+
+
+def unseen(run):
+    """What this run could not show."""
+    lost = sum(p.lost for p in run.ps)
+    if lost:
+        yield f"{lost} records had no room: WATCH_MB=N makes more of it"
+    if any(not p.checked for p in run.ps):
+        yield "no buffer was looked at (WATCH_CHECK=0)"
+    if any(r.device for p in run.ps for r in p.regions):
+        yield "memory of a GPU is not looked at"
+    if not all(p.trapped for p in run.ps):
+        yield ("where the program reads memory that is not its own, or writes memory that it has "
+               "lent: WATCH_TRAP=1 sees that, slowly (not over shm and sockets)")
+    else:
+        yield "touches of buffers that share a page with something else"
+
+
+def summary(run):
+    """A few lines for the terminal."""
+    lines = [f"WRONG: {finding(run, w)}" for w in run.wrongs]
+    lines += [f"look:  {finding(run, w)}" for w in run.notes]
+    count = sum(len(p.ops) for p in run.ps)
+    lines.append(f"{outcome(run)[0].upper()}{outcome(run)[1:]} in {plural(count, 'operation')} of "
+                 f"{len(run.ps)} processes.")
+    return lines + [f"Not seen: {what}." for what in unseen(run)]
+
+
+# ---- The trace ----
+
+def events(run):
+    """All that has happened: when, to whom, in words, and what it is like."""
+    for p in run.ps:
+        for ep in p.eps.values():
+            yield ep.t0, p, f"opens endpoint {ep.number}", None
+            if ep.t1:
+                left = f", with {plural(ep.open, 'operation')} in flight" if ep.open else ""
+                yield ep.t1, p, f"endpoint {ep.number} is closed{left}", None
+        for r in p.regions:
+            shared = r.access & REMOTE
+            who = f", which others may READ or WRITE, key {r.key}" if shared else ""
+            if r.id != "-":
+                yield (r.t0, p, f"registers {size(r.size)} as region {r.id}{who}",
+                       None if who else "setup")
+            if r.t1:
+                yield r.t1, p, f"region {r.id} is closed", "closed"
+        for op in p.ops.values():
+            yield from op_events(run, p, op)
+        for n in p.notices:
+            by = f" ({n.op.name()} of {n.op.p.name})" if n.op else ""
+            yield n.t, p, f"number {n.data} has arrived{by}", ("number", n.cq)
+        for room in p.rooms:
+            times = f"{plural(room.count, 'time')}, until now" if room.count else "it is tried again"
+            yield room.t - 1, p, f"-FI_EAGAIN: no room for a {NAMES[room.what]}; {times}", "room"
+        for t in p.touches:
+            if t.region:
+                at = f"region {t.region.id} + {t.addr - t.region.addr}"
+                verb = "writes" if t.into else "reads"
+                if t.trap:
+                    yield t.t0, p, f"{verb} {at}", ("trap", t.region, t.into)
+                else:
+                    yield (t.t0, p, f"{'pread into' if t.into else 'pwrite of'} {at}: "
+                           f"{size(t.size)}, {span(t.t1 - t.t0)}", None)
+    for w in run.wrongs:
+        yield w.t + 1, w.p, f"*** WRONG: {w.text} (chapter {w.chapter})", None
+    for w in run.notes:
+        yield w.t + 1, w.p, f"*** look: {w.text} (chapter {w.chapter})", None
+
+
+def op_events(run, p, op):
+    at = f" to {op.target.p.name}, endpoint {op.target.number}" if op.target else ""
+    if op.there:
+        way = "from" if op.what == READ else "to"
+        at = f" {way} {op.target.p.name}, region {op.there.id} + {op.offset}"
+    number = f", number {op.imm}" if op.imm is not None else ""
+    says = f": {words(run, op)}" if op.what == SEND else ""
+    room = f"up to {size(op.size)}" if op.what == RECV else size(op.size)
+    name = f"{op.name()}{' (inject)' if op.inject else ''}"
+    alike = "setup" if op.what == RECV else ("post", op.what, op.ep) if op.imm is None else None
+    yield op.t0, p, f"{name}, {room}{at}{number}{says}   [{op.id}]", alike
+    if op.t1 is None or op.inject:
+        return
+    if op.what == RECV and not op.error:
+        by = f" from {op.match.p.name}" if op.match else ""
+        yield (op.t1, p, f"RECV completed: {size(op.length)}{by}: {words(run, op)}   [{op.id}]",
+               None)
+    else:
+        how = f"failed: {op.error}" if op.error else "completed"
+        yield (op.t1, p, f"{op.name()} {how} after {span(op.t1 - op.t0)}   [{op.id}]",
+               None if op.error else ("done", op.what, op.ep))
+
+
+def trace(run):
+    """All that has happened, a line each; of many alike, two."""
+    found = sorted(events(run), key=lambda line: line[0])
+    width = max(len(p.name) for p in run.ps)
+    lines, at = [], 0
+    while at < len(found):
+        _, p, _, alike = found[at]
+        end = at + 1
+        while alike and end < len(found) and found[end][3] == alike and found[end][1] is p:
+            end += 1
+        shown = found[at:end] if end - at < 4 else found[at:at + 2]
+        lines += [f"{ms(run, t):>15}  {p.name:{width}}  {text}" for t, p, text, _ in shown]
+        if end - at >= 4:
+            lines.append(f"{'':15}  {p.name:{width}}  … and {end - at - 2} more like this, until "
+                         f"{ms(run, found[end - 1][0])}")
+        at = end
+    return lines
+
+
+def shortened(lines):
+    """Of lines that differ in their numbers only, the first ones: for a terminal."""
+    seen, left, kept = {}, 0, []
+    for line in lines:
+        shape = re.sub(r"[0-9.]+( [mµ]?s)?", "0", line)
+        seen[shape] = seen.get(shape, 0) + 1
+        if seen[shape] <= 6 or "***" in line:
+            if left:
+                kept.append(f"{'':15}  … {plural(left, 'line')} more like these")
+            left = 0
+            kept.append(line)
+        else:
+            left += 1
+    return kept + [f"{'':15}  … {plural(left, 'line')} more like these"] * (left > 0)
+
+
+def perfetto(run):
+    """The same as a trace of events, for those who want to zoom."""
+    found = []
+    for p in run.ps:
+        about = {"pid": p.pid, "tid": 0}
+        found.append(about | {"ph": "M", "name": "process_name",
+                              "args": {"name": f"{p.name}: {p.program}"}})
+        for op in p.ops.values():
+            about = {"pid": p.pid, "ts": (op.t0 - run.t0) / 1e3, "cat": NAMES[op.what]}
+            name = f"SEND {words(run, op)}" if op.what == SEND else op.name()
+            more = {"bytes": op.size, "id": op.id, "completed": bool(op.t1)}
+            if op.there:
+                more |= {"region": op.there.id, "offset": op.offset}
+            # What is in flight at the same time overlaps, so these are asynchronous.
+            about |= {"id": f"{p.pid}.{op.id}", "tid": op.what, "name": name}
+            found.append(about | {"ph": "b", "args": more})
+            found.append(about | {"ph": "e", "ts": (op.end - run.t0) / 1e3})
+    for w in run.wrongs + run.notes:
+        found.append({"ph": "i", "s": "p", "pid": w.p.pid, "tid": 0, "name": w.text,
+                      "ts": (w.t - run.t0) / 1e3})
+    return json.dumps({"traceEvents": found, "displayTimeUnit": "ns"})
+
+
+# ---- Time ----
+
+class Axis:
+    """Where a time is: to scale, but what is too close is drawn apart, and waiting is cut."""
+    def __init__(self, times, begin, end):
+        self.times = sorted({begin, end, *(t for t in times if t and begin <= t <= end)})
+        gaps = [b - a for a, b in zip(self.times, self.times[1:])] or [1]
+        if len(gaps) < 150:
+            low, high = min(9.0, 0.6 * PLOT / len(gaps)), max(46.0, 1.6 * PLOT / len(gaps))
+            scale = self.fit(gaps, low, high)
+        else:  # to scale, but for the pauses
+            low, high, active = 0.0, 24.0, sum(gaps)
+            for _ in range(20):
+                active = sum(gap for gap in gaps if gap <= active / 8)
+            pauses = sum(gap > active / 8 for gap in gaps)
+            scale = max(PLOT - 14 - high * pauses, PLOT / 4) / max(active, 1)
+            longest = active / 8
+        self.scale, self.at, self.cuts, x = scale, [LABEL + 4.0], [], LABEL + 4.0
+        for gap in gaps:
+            cut = gap * scale > high * 1.01 if low else gap > longest
+            step = high if cut else max(gap * scale, low)
+            if cut:
+                self.cuts.append((x, x + step, gap))
+            x += step
+            self.at.append(x)
+
+    @staticmethod
+    def fit(gaps, low, high):
+        """The scale at which they are as wide as there is room."""
+        less, more = 0.0, 1e3
+        for _ in range(200):
+            scale = (less + more) / 2
+            if sum(min(max(gap * scale, low), high) for gap in gaps) > PLOT - 14:
+                more = scale
+            else:
+                less = scale
+        return less
+
+    def __call__(self, t):
+        i = bisect.bisect_right(self.times, t) - 1
+        if i < 0:
+            return self.at[0]
+        if i >= len(self.times) - 1:
+            return self.at[-1]
+        a, b = self.times[i], self.times[i + 1]
+        return self.at[i] + (self.at[i + 1] - self.at[i]) * (t - a) / (b - a)
+
+
+# ---- Lanes ----
+
+class Lane:
+    """A buffer, a place in a region, or many of these: who owned it when."""
+    def __init__(self, p, name, begin, end, note="", region=None, thin=False):
+        self.p, self.name, self.note, self.region, self.thin = p, name, note, region, thin
+        self.begin, self.end, self.y = begin, end, 0
+        self.height = THIN if thin else LANE
+        self.pieces = []     # (from, to, owner, words, hint, row)
+        self.ops, self.there = [], []  # of this process here, of others here
+        self.waits, self.marks, self.overlay = [], [], []
+        self.is_map, self.rows = False, 1
+
+    def add(self, t0, t1, owner, text="", hint="", row=0):
+        if t1 > t0:
+            self.pieces.append((t0, t1, owner, text, hint, row))
+
+
+def lanes_of(run, p):
+    """The lanes of a process: those of messages, and those of what is READ or written."""
+    own, shared = [], []
+    for ep in p.eps.values():
+        own += recv_lanes(run, p, ep)
+    own += send_lanes(run, p)
+    for region in p.regions:
+        if region.twin is region:
+            shared += region_lanes(run, p, region)
+    few = [lane for lane in shared if not lane.is_map and len(lane.ops) + len(lane.there) < 3]
+    if len(few) > 2 * MOST_LANES:  # many regions with an operation each share a map
+        lane = map_lane(p, few[0].region, [op for lane in few for op in lane.ops],
+                        [op for lane in few for op in lane.there])
+        lane.name = f"{len({lane.region.id for lane in few})} regions"
+        shared = [lane for lane in shared if lane not in few] + [lane]
+    return own, shared
+
+
+def recv_lanes(run, p, ep):
+    recvs = {}
+    for op in p.ops.values():
+        if op.what == RECV and op.ep is ep:
+            recvs.setdefault(op.addr, []).append(op)
+    if not recvs:
+        return []
+    used = {at: ops for at, ops in recvs.items() if any(op.t1 and not op.error for op in ops)}
+    end, note = ep.t1 or p.end, f"endpoint {ep.number}"
+    begin = min(op.t0 for ops in recvs.values() for op in ops)
+    if len(used) > 3:
+        lane = Lane(p, plural(len(recvs), "RECV"), begin, end, note)
+        lane.add(begin, end, "flight", f"{len(recvs)} RECVs in flight")
+        lane.overlay = [(op, after.t0 if after else end) for ops in used.values()
+                        for op, after in zip(ops, [*ops[1:], None]) if op.t1]
+        lane.ops = [op for ops in recvs.values() for op in ops]
+        return [lane]
+    lanes = [message_lane(run, p, f"a RECV of {size(ops[0].size)}", note, ops)
+             for ops in used.values()]
+    rest = len(recvs) - len(used)
+    if rest:
+        lane = Lane(p, f"{rest} {'more ' if used else ''}RECV{'s' * (rest > 1)}", begin, end, note,
+                    thin=True)
+        lane.add(begin, end, "flight", "", f"{plural(rest, 'RECV')} in flight, no message comes")
+        lanes.append(lane)
+    return lanes
+
+
+def send_lanes(run, p):
+    sends = {}
+    for op in p.ops.values():
+        if op.what == SEND and not op.inject:
+            sends.setdefault(op.addr, []).append(op)
+    if len(sends) <= 4:
+        return [message_lane(run, p, "a buffer for SENDs", "", ops)
+                for ops in sorted(sends.values(), key=lambda ops: ops[0].t0)]
+    ops = sorted((op for some in sends.values() for op in some), key=lambda op: op.t0)
+    lane = Lane(p, f"{len(sends)} buffers for SENDs", ops[0].t0, p.end, plural(len(ops), "SEND"))
+    lane.ops = ops
+    for op in ops:
+        lane.add(op.t0, op.end, "bad" if op.wrong else "flight", words(run, op), words(run, op))
+    return [lane]
+
+
+def message_lane(run, p, name, note, ops):
+    region = ops[0].region
+    note = note or (f"region {region.id}" if region else "")
+    begin = region.t0 if region and region.t0 <= ops[0].t0 else ops[0].t0
+    end = region.t1 if region and region.t1 else p.end
+    lane = Lane(p, name, begin, end, note, region)
+    lane.ops = sorted(ops, key=lambda op: op.t0)
+    lane.add(begin, lane.ops[0].t0, "mine", "mine", "registered")
+    levels = []  # several operations may use a buffer at the same time
+    for i, op in enumerate(lane.ops):
+        row = next((k for k, until in enumerate(levels) if until <= op.t0), min(len(levels), 4))
+        levels[row:row + 1] = [op.end]
+        hint = f"{NAMES[op.what]} of {size(op.size)} [{op.id}]"
+        text = f"SEND: {words(run, op)}" if op.what == SEND else "RECV: in flight"
+        lane.add(op.t0, op.end, "bad" if op.wrong else "flight", text, hint, row)
+        if max(levels) == op.end:
+            until = lane.ops[i + 1].t0 if i + 1 < len(lane.ops) else end
+            got = f"{words(run, op)} is mine" if op.what == RECV and op.t1 else "mine"
+            lane.add(op.end, until, "mine", got,
+                     f"completed: {size(op.length)}" if op.t1 and op.length else "completed")
+    lane.rows = len(levels)
+    lane.height = max(LANE, 18 * lane.rows)
+    lane.marks = [w.t for w in run.wrongs if w.p is p and w.op in lane.ops]
+    return lane
+
+
+def region_lanes(run, p, region):
+    """One for each place that was READ or written, or a map of all of them."""
+    local = [op for op in region.ops if op.what >= WRITE]
+    if not (local or region.remote or region.access & REMOTE):
+        return []
+    places = sorted({(op.addr - region.addr, op.size) for op in local} |
+                    {(op.offset, op.size) for op in region.remote})
+    if len(places) > MOST_LANES:
+        return [map_lane(p, region, local, region.remote)]
+    merged = []
+    for at, length in places:  # what overlaps shares a lane: the last chunk is shorter
+        if merged and at < sum(merged[-1]):
+            merged[-1] = merged[-1][0], max(sum(merged[-1]), at + length) - merged[-1][0]
+        else:
+            merged.append((at, length))
+    lanes = [place_lane(run, p, region, at, length, local) for at, length in merged]
+    free = region.size - sum(length for _, length in merged)
+    if free > 0 and region.access & REMOTE and region.id != "-":
+        end, begin = region.t1 or p.end, lent_at(region)
+        lane = Lane(p, f"{size(free)} more", region.t0, end, "", region, thin=True)
+        lane.add(region.t0, begin, "mine")
+        lane.add(begin, end, "lent", "", "lent, and nothing comes")
+        lanes.append(lane)
+    return lanes
+
+
+def lent_at(region):
+    """When the owner has sent the key to somebody: not later than it was used."""
+    key = region.key.to_bytes(8, "little")
+    used = min((op.t0 for op in region.remote), default=None)
+    sent = min((op.t0 for op in region.p.ops.values() if op.what == SEND and
+                op.t0 >= region.t0 and region.key > 0xffff and key in op.text), default=None)
+    return min((t for t in (sent, used) if t), default=region.t0)
+
+
+def edges_between(run, a, b):
+    """The messages and numbers from one process to another, in their order."""
+    if not hasattr(run, "between"):
+        run.between = {}
+        for e in sorted(run.edges, key=lambda e: e.t0):
+            run.between.setdefault((e.a, e.b), []).append(e)
+    return run.between.get((a, b), [])
+
+
+def lent_again(run, p, op, back, touches):
+    """When a place was lent again, for this operation: with the last message that its peer
+    had got by then or, if the program has touched the place, with the first one after."""
+    done = max((t.t1 for t in touches if back <= t.t0 < op.t0), default=None)
+    sent = edges_between(run, p, op.p)
+    fit = []
+    for e in sent[bisect.bisect_left(sent, back, key=lambda e: e.t0):]:
+        if e.t0 > op.t0:
+            break
+        if e.t1 <= op.t0:
+            fit.append(e.t0)
+    after = [t for t in fit if done is None or t >= done]
+    return min(after) if done and after else max(fit, default=back)
+
+
+def place_lane(run, p, region, at, length, local):
+    name = f"all {size(length)}" if (at, length) == (0, region.size) else \
+        f"{size(length)}, part {at // length}" if at % length == 0 else \
+        f"{size(length)} at {at}"
+    where = f"region {region.id} + {size(at) if at else 0}" if region.id != "-" else \
+        "not registered"
+    end = region.t1 or p.end
+    lane = Lane(p, name, region.t0, end, where, region)
+
+    def overlaps(begin, count):
+        return begin < at + length and at < begin + count
+
+    lane.ops = sorted((op for op in local if overlaps(op.addr - region.addr, op.size)),
+                      key=lambda op: op.t0)
+    lane.there = [op for op in region.remote if overlaps(op.offset, op.size)]
+    touches = [t for t in region.touches if overlaps(t.addr - region.addr, t.size)]
+    if region.access & REMOTE and not lane.ops:
+        lend(run, lane, touches)
+    else:
+        since = region.t0
+        for op in lane.ops:
+            lane.add(since, op.t0, "mine", "mine")
+            used = max((t.t1 for t in touches if since <= t.t0 and t.t1 <= op.t0 and t.into),
+                       default=None)
+            if used and op.t0 - used > 100_000:
+                got = max((e for e in edges_between(run, op.target.p, p)
+                           if used <= e.t1 <= op.t0 and e.op),
+                          key=lambda e: e.t1, default=None) if op.target else None
+                if got:
+                    what = words(run, got.op) if got.op.what == SEND else "room"
+                    lane.waits.append((used, op.t0, f"waits for {what}"))
+            number = f", number {op.imm}" if op.imm is not None else ""
+            lane.add(op.t0, op.end, "bad" if op.wrong else "flight", op.name() + number,
+                     f"{op.name()} of {size(op.size)} [{op.id}]")
+            since = max(since, op.end)
+        lane.add(since, end, "mine", "mine")
+        for op in lane.there:
+            lane.add(op.t0, op.end, "flight", op.name())
+    for t in touches:
+        if not t.trap:
+            lane.add(t.t0, t.t1, "touch", "pread" if t.into else "pwrite")
+    lane.marks = [w.t for w in run.wrongs if w.region is region and w.p is p and
+                  any(overlaps(op.offset, op.size) for op in w.ops or [w.op] if op)]
+    return lane
+
+
+def lend(run, lane, touches):
+    """The pieces of a place that others READ or WRITE: mine, lent, in flight, mine."""
+    region, p, end = lane.region, lane.p, lane.end
+    at = min(lent_at(region), min((op.t0 for op in lane.there), default=end))
+    lane.add(region.t0, at, "mine", "mine", "registered")
+    writes = [op for op in lane.there if op.what == WRITE]
+    for op in lane.there:
+        if op.what != WRITE:  # nobody tells the owner of a READ
+            lane.add(op.t0, op.end, "flight", op.name(), f"{op.name()} of {op.p.name}")
+    for i, op in enumerate(writes):
+        lane.add(at, op.t0, "lent", "lent")
+        back = told(run, op)
+        after = writes[i + 1].t0 if i + 1 < len(writes) else end
+        number = f": number {op.imm}" if op.imm is not None else ": in flight"
+        at = max(min(back or end, after), op.t0)
+        lane.add(op.t0, at, "bad" if op.wrong else "flight", f"#{op.count}{number}",
+                 f"{op.name()} of {op.p.name}, {size(op.size)} [{op.id}]")
+        if back and back < after:
+            again = lent_again(run, p, writes[i + 1], back, touches) if i + 1 < len(writes) else end
+            lane.add(back, again, "mine", "mine", "told")
+            at = again
+    lane.add(at, end, "lent", "lent")
+
+
+def map_lane(p, region, local, remote):
+    """Many operations: a line for some of them each, in their order."""
+    lane = Lane(p, size(region.size), region.t0, region.t1 or p.end, f"region {region.id}", region)
+    lane.height, lane.is_map, lane.ops = MAP, True, local
+    lane.there = [] if local else remote
+    return lane
+
+
+# ---- The picture ----
+
+def text(x, y, content, kind=""):
+    kind = f' class="{kind}"' if kind else ""
+    return f'<text{kind} x="{x:.1f}" y="{y:.1f}">{html.escape(content)}</text>'
+
+
+def tiny(x, y, content):
+    return (f'<text class="faint end" style="font-size: 11px" x="{x:.1f}" y="{y:.1f}">'
+            f"{html.escape(content)}</text>")
+
+
+def box(x, y, width, height, owner, hint=""):
+    hint = f"<title>{html.escape(hint)}</title>" if hint else ""
+    kind = f'class="{OWNERS[owner][0]}"'
+    if owner == "waits":
+        kind += ' style="stroke-dasharray: 3 3; fill: url(#hatch)"'
+    return (f'<rect {kind} x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" '
+            f'height="{height:.1f}">{hint}</rect>')
+
+
+def fits(content, width, px=7.0):
+    return len(content) * px + 8 <= width
+
+
+def draw_lane(run, lane, axis):
+    yield text(LABEL - 10, lane.y + 11, lane.name, "small end")
+    if not lane.thin:
+        yield tiny(LABEL - 10, lane.y + 23, lane.note)
+    if lane.is_map:
+        yield from draw_map(run, lane, axis)
+        return
+    last = {}  # of each owner and row, where the last box began
+
+    def is_seen(t0, t1, key):
+        """Of boxes that are narrower than a pixel, one is seen for each."""
+        x = axis(t0)
+        if axis(t1) - x < 1 and x - last.get(key, -1) < 1:
+            return False
+        last[key] = x
+        return True
+
+    for t0, t1, owner, _, hint, row in lane.pieces:
+        y, height = lane.y, lane.height
+        if not is_seen(t0, t1, (owner, row)):
+            continue
+        if owner == "touch":
+            y, height = y + 5, height - 10
+        elif lane.rows > 1 and owner != "mine":
+            y, height = y + 18 * row, 18
+        whose = OWNERS[owner][1].split(":")[0]
+        yield box(axis(t0), y, axis(t1) - axis(t0), height, owner,
+                  f"{whose}{': ' if hint else ''}{hint}, {span(t1 - t0)}, from {ms(run, t0)}")
+    for t0, t1, content in lane.waits:
+        yield box(axis(t0), lane.y + 2, axis(t1) - axis(t0), lane.height - 4, "waits",
+                  f"{content}, {span(t1 - t0)}")
+    for op, until in lane.overlay:
+        if not is_seen(op.t1, until, "overlay"):
+            continue
+        yield box(axis(op.t1), lane.y, axis(until) - axis(op.t1), lane.height // 2, "mine",
+                  f"{words(run, op)}: mine, {span(until - op.t1)}")
+    for t in lane.marks:
+        x = min(axis(t), WIDTH - RIGHT - 8)
+        yield ('<path class="wrong" style="marker-end: none; stroke-width: 3" '
+               f'd="M{x - 7:.1f},{lane.y + 5}l14,14m-14,0l14,-14"/>')
+
+
+def lane_words(lane, axis):
+    """What is in the pieces of a lane, where there is room."""
+    if lane.thin or lane.is_map:
+        return
+    covered = lane.waits + [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
+    for t0, t1, owner, content, _, row in lane.pieces:
+        x, width = axis(t0), axis(t1) - axis(t0)
+        if not fits("#1", width):
+            continue
+        if owner == "mine" and any(a < t1 and t0 < b for a, b, *_ in covered):
+            continue
+        y = lane.y + (18 * row + 14 if lane.rows > 1 and owner != "mine" else lane.height / 2 + 5)
+        timed = [f"{content}, {span(t1 - t0)}"] if owner == "flight" and content[:4] != "RECV" \
+            else []
+        short = content.split(" is ")[-1] if owner == "mine" else \
+            content.split(":")[0].split(",")[0]
+        for shown in (*timed, content, short, short.split(" ")[-1]):
+            if shown and fits(shown, width):
+                yield text(x + width / 2, y, shown,
+                           "small middle" + (" ink" if owner == "touch" else ""))
+                break
+    for t0, t1, content in lane.waits:
+        width = axis(t1) - axis(t0)
+        for shown in content, content.replace("waits for ", ""), "waits":
+            if fits(shown, width):
+                yield text(axis(t0) + width / 2, lane.y + lane.height / 2 + 5, shown,
+                           "small middle")
+                break
+
+
+def draw_map(run, lane, axis):
+    remote = not lane.ops
+    ops = sorted(lane.there if remote else lane.ops, key=lambda op: op.t0)
+    begin = lent_at(lane.region) if remote and lane.region.key is not None else lane.begin
+    rows = max(min(lane.height // 2, len(ops)), 1)
+    step = lane.height / rows
+    for row in range(rows):
+        some = ops[row * len(ops) // rows:(row + 1) * len(ops) // rows]
+        op = next((op for op in some if op.wrong), some[0])
+        back = (told(run, op) or lane.end) if remote else op.end
+        for t0, t1, colour in ((lane.begin, begin, "pale-green"),
+                               (begin, op.t0, "pale-amber" if remote else "pale-green"),
+                               (op.t0, op.end, "red" if op.wrong else "blue"),
+                               (op.end, back, "pale-red" if op.wrong else "pale-blue"),
+                               (back, lane.end, "pale-green")):
+            if t1 > t0:
+                yield (f'<rect fill="{style.PALETTE[colour]}" x="{axis(t0):.1f}" '
+                       f'y="{lane.y + row * step:.1f}" height="{step + 0.2:.1f}" '
+                       f'width="{max(axis(t1) - axis(t0), 1):.1f}"/>')
+    yield (f'<rect class="idle" x="{axis(lane.begin):.1f}" y="{lane.y}" height="{lane.height}" '
+           f'width="{axis(lane.end) - axis(lane.begin):.1f}"/>')
+    sizes = {op.size for op in ops}
+    kinds = sorted({NAMES[op.what] for op in ops})
+    of = f" of {size(ops[0].size)}" if len(sizes) == 1 else ""
+    notes = [plural(len(ops), kinds[0]) if len(kinds) == 1 else f"{len(ops)} operations",
+             *([of.strip()] if of else []), "in their order"]
+    for i, note in enumerate(notes + ["pale blue: arrived, but", "not told yet"] * remote):
+        yield tiny(LABEL - 10, lane.y + 40 + 15 * i, note)
+
+
+def depth(p, axis, y, height):
+    """How many operations that others don't take part in are in flight."""
+    steps = sorted(step for op in p.ops.values() if op.what >= WRITE
+                   for step in ((op.t0, 1), (op.end, -1)))
+    most = count = 0
+    columns = {}
+    for t, step in steps:
+        count += step
+        most = max(most, count)
+        x = int(axis(t))
+        columns[x] = max(columns.get(x, (0, 0))[0], count), count
+    d, now = f"M{LABEL},{y + height}", 0
+    for x, (top, after) in sorted(columns.items()):
+        d += "L" + "V".join(f"{x},{y + height - height * n / most:.1f}" if i == 0 else
+                            f"{y + height - height * n / most:.1f}"
+                            for i, n in enumerate((now, top, after)))
+        now = after
+    yield (f'<path class="data" style="fill: {style.PALETTE["pale-blue"]}; stroke: '
+           f'{style.PALETTE["blue"]}; marker-end: none; stroke-width: 1.2" d="{d}V{y + height}Z"/>')
+    yield text(LABEL - 10, y + 14, f"in flight: {most} at most", "small end")
+    rooms = [r for r in p.rooms if r.count == 0]
+    if rooms:
+        yield text(LABEL - 10, y + 30, f"no room: {len(rooms)} ×", "small end")
+    for r in rooms:
+        yield ('<path class="reply" style="marker-end: none; stroke-width: 1; stroke-dasharray: '
+               f'none" d="M{axis(r.t):.1f},{y - 5}v5"/>')
+
+
+def arrows(run, lanes, axis):
+    """SENDs, and WRITEs, from their post to their arrival."""
+    place = {op: lane for lane in lanes for op in lane.ops}
+    there = {op: lane for lane in lanes for op in lane.there}
+    many = len(place) > MOST_ARROWS
+    seen = {}
+    for op, here in place.items():
+        if op.what == RECV or many and op.what != SEND and op.imm is None:
+            continue
+        kind = op.p, words(run, op).split(" ")[0] if op.what == SEND else op.what
+        seen[kind] = seen.get(kind, 0) + 1
+        if many and seen[kind] > 2 and not op.wrong:
+            continue
+        if op.what == SEND:
+            target, arrive = place.get(op.match), op.match and op.match.t1
+        else:
+            target, arrive = there.get(op), op.notice or op.t1
+        down = target.y > here.y if target else here.p is run.ps[0]
+        y0 = here.y + here.height if down else here.y
+        kind = "wrong" if op.wrong else "call" if op.what == SEND else "data"
+        x0 = axis(op.t0)
+        if target is None or arrive is None:
+            if op.what == SEND and op.target and op.target.p in {lane.p for lane in lanes}:
+                y1 = y0 + (26 if down else -26)
+                yield op, ('<path class="wrong" style="marker-end: none" d="M'
+                           f'{x0:.1f},{y0}L{x0 + 18:.1f},{y1}m-6,-6l12,12m0,-12l-12,12"/>'), x0, 0
+            continue
+        y1 = target.y if down else target.y + target.height
+        ends = (x0, y1, axis(arrive), y0) if op.what == READ else (x0, y0, axis(arrive), y1)
+        thin = "1.5" if op.what == SEND else "1.3"
+        hint = f"{op.name()} {words(run, op)}" if op.what == SEND else op.name()
+        yield op, (f'<path class="{kind}" style="opacity: 0.55; stroke-width: {thin}" d="'
+                   f'M{ends[0]:.1f},{ends[1]:.1f}L{ends[2]:.1f},{ends[3]:.1f}">'
+                   f"<title>{html.escape(hint)}</title></path>"), (ends[0] + ends[2]) / 2, target.y
+
+
+def legend(run, lanes):
+    x = 12
+    used = {piece[2] for lane in lanes for piece in lane.pieces} | {"mine", "flight"}
+    if any(lane.waits for lane in lanes):
+        used.add("waits")
+    if run.wrongs:
+        used.add("bad")
+    if any(lane.is_map and lane.there for lane in lanes):
+        used.add("lent")
+    for owner, (_, content) in OWNERS.items():
+        if owner in used:
+            yield box(x, 38, 18, 18, owner)
+            yield text(x + 25, 52, content, "small")
+            x += 46 + 6.9 * len(content)
+
+
+def axis_lines(axis, y):
+    """The time: to scale between the cuts."""
+    yield f'<path class="call" style="stroke-width: 1.5" d="M{LABEL},{y}H{WIDTH - 8}"/>'
+    free = LABEL
+    for x0, x1, length in axis.cuts:
+        middle = (x0 + x1) / 2
+        yield ('<path class="call" style="marker-end: none; stroke-width: 1.5" '
+               f'd="M{middle - 6:.1f},{y + 6}l5,-12m4,0l-5,12"/>')
+        content = span(length)
+        if middle - 3.7 * len(content) > free:
+            yield text(middle, y + 22, content, "small middle")
+            free = middle + 3.7 * len(content) + 6
+    unit = next((u for u in (10 ** k * m for k in range(1, 11) for m in (1, 2, 5))
+                 if u * axis.scale >= 40), 10 ** 9)
+    if unit * axis.scale < LABEL - 20:
+        yield ('<path class="call" style="marker-end: none; stroke-width: 1.5" '
+               f'd="M12,{y - 4}v8m0,-4h{unit * axis.scale:.1f}m0,-4v8"/>')
+        yield text(12, y + 22, span(unit), "small")
+
+
+def wrapped(content, width=150):
+    lines, line = [], ""
+    for word in content.split(" "):
+        if line and len(line) + len(word) >= width:
+            lines.append(line)
+            line = "   "
+        line += (" " if line else "") + word
+    return [*lines, line]
+
+
+def times_of(ps):
+    for p in ps:
+        for n in p.notices:
+            yield n.t
+        for op in p.ops.values():
+            yield op.t0
+            yield op.t1
+            yield op.match.t1 if op.match else None
+        for t in p.touches:
+            if not t.trap:
+                yield t.t0
+                yield t.t1
+        for r in p.regions:
+            yield r.t0 if r.access & REMOTE else None
+        for ep in p.eps.values():
+            yield ep.t1
+
+
+def drawn(run):
+    """The processes that there is room for: servers above clients."""
+    servers = [p for p in run.ps if p.role == "server"]
+    clients = [p for p in run.ps if p.role == "client"]
+    wrong = {w.p for w in run.wrongs}
+    clients.sort(key=lambda p: p not in wrong)  # those of which there is something to see
+    ps = (servers[:2] + clients)[:MOST_PROCESSES]
+    return ps, len(run.ps) - len(ps)
+
+
+def draw(run, title):
+    ps, others = drawn(run)
+    times = [t for t in times_of(ps) if t]
+    axis = Axis(times, min(times, default=run.t0), max(times, default=run.end))
+    y, lines, lanes, heads, gaps = 74, [], [], [], []
+    for number, p in enumerate(ps):
+        own, shared = lanes_of(run, p)
+        # What is shared is next to the gap: below a server, above a client.
+        order = own + shared if p.role == "server" else shared + own
+        if number > 0 and (ps[number - 1].role != p.role or number == 1):
+            gaps.append(y)
+            y += GAP
+        heads.append((p, y + 14))
+        y += 26
+        graph = any(lane.is_map for lane in order) and any(op.what >= WRITE
+                                                           for op in p.ops.values())
+        for lane in order:
+            lane.y = y
+            y += lane.height + SPACE
+        if graph:
+            lines += depth(p, axis, y + 4, 34)
+            y += 48
+        lanes += order
+        y += 6
+    lines += legend(run, lanes)
+    lines.append(text(12, 22, title, "bold"))
+    for x0, x1, _ in axis.cuts:
+        lines.append(f'<rect fill="{style.PALETTE["host"]}" x="{x0:.1f}" y="72" '
+                     f'width="{x1 - x0:.1f}" height="{y - 72}"/>')
+    for lane in lanes:
+        lines += draw_lane(run, lane, axis)
+    taken, labels = {gap: [[] for _ in range(5)] for gap in gaps}, []
+    for op, line, x, _ in sorted(arrows(run, lanes, axis), key=lambda a: a[2]):
+        lines.append(line)
+        content = words(run, op) if op.what == SEND else \
+            f"number {op.imm}" if op.imm is not None else ""
+        half = len(content) * 3.7 + 4
+        x = min(max(x, LABEL + half), WIDTH - half)
+        for gap, row in ((gap, row) for gap in gaps[:1] for row in range(5)) if content else ():
+            if all(abs(x - at) > half + other for at, other in taken[gap][row]):
+                taken[gap][row].append((x, half))
+                at = gap + 8 + 21 * row
+                labels += [f'<rect fill="{style.PALETTE["page"]}" opacity="0.85" '
+                           f'x="{x - half:.1f}" y="{at}" width="{2 * half:.1f}" height="18"/>',
+                           text(x, at + 14, content,
+                                "small middle" + (" wrong" if op.wrong else ""))]
+                break
+    for lane in lanes:
+        lines += lane_words(lane, axis)
+    for p, at in heads:
+        lines.append(f'<text class="bold" x="12" y="{at}">{p.name} <tspan font-weight="normal">'
+                     f"{html.escape(p.program)}, process {p.pid}</tspan></text>")
+    lines += labels + list(axis_lines(axis, y))
+    y += 34
+    told_ = [(f"✗ {finding(run, w)}", "wrong") for w in run.wrongs[:8]]
+    told_ += [(f"• {finding(run, w)}", "") for w in run.notes[:4]]
+    if len(run.wrongs) > 8:
+        told_.append((f"… and {len(run.wrongs) - 8} more, in trace.txt", "wrong"))
+    if others:
+        told_.append((f"{plural(others, 'process')} more took part, and {'are' if others > 1 else 'is'}"
+                      " in trace.txt", ""))
+    for content, kind in told_:
+        for line in wrapped(content):
+            lines.append(text(12, y + 14, line, f"small {kind}".strip()))
+            y += 19
+        y += 4
+    return svg(lines, y + 10, title)
+
+
+def svg(lines, height, title):
+    import owner
+    # Of boxes that are a pixel wide, round corners would be all that is seen.
+    markers = "".join(owner.marker(kind) for kind in ("call", "data", "wrong")).replace(
+        'markerWidth="10" markerHeight="10"', 'markerWidth="8" markerHeight="8"')
+    body = "\n".join(f"  {line}" for line in lines)
+    return style.styled(f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" \
+height="{height:.0f}" role="img">
+  <title>{html.escape(title)}</title>
+  <style>
+{style.SHEET}  rect[class] {{ rx: 3px; stroke-width: 1 }}
+  </style>
+  <defs>
+    <pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse"
+             patternTransform="rotate(45)">
+      <path d="M0,0V7" style="stroke: {style.PALETTE["line"]}; stroke-width: 1.4; opacity: 0.6"/>
+    </pattern>
+{markers}  </defs>
+
+{body}
+</svg>
+""")
+
+
+def page(picture, lines, found, title):
+    def line(content):
+        kind = ' class="wrong"' if "WRONG: " in content else \
+            ' class="look"' if "look: " in content else ""
+        return f"<span{kind}>{html.escape(content)}</span>"
+
+    def list_(all_lines):
+        return "\n".join(map(line, all_lines))
+    return f"""<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<style>
+:root {{ color-scheme: light dark }}
+body {{ margin: 1em; font: 15px/1.4 Helvetica, Arial, "Liberation Sans", sans-serif }}
+.wide {{ overflow-x: auto }}
+.wide svg {{ max-width: 100%; min-width: 800px; height: auto }}
+.wrong {{ color: #cf222e; font-weight: bold }} .look {{ color: #8a5a00 }}
+@media (prefers-color-scheme: dark) {{
+  body {{ background: #0d1117; color: #e6edf3 }}
+  .wrong {{ color: #ff7b72 }} .look {{ color: #d29922 }} }}
+pre {{ overflow-x: auto; font-size: 13px }} .found {{ white-space: pre-wrap }}
+@media print {{ pre {{ white-space: pre-wrap }} }}
+</style>
+<div class="wide">
+{picture}</div>
+<pre class="found">{list_(found)}</pre>
+<pre>{list_(lines)}</pre>
+</html>
+"""
+
+
+def write(run, folder):
+    """Writes all files, and returns the lines of the text."""
+    title = f"Who owned it when? {run.ps[0].program}: {outcome(run)}"
+    lines, picture = trace(run), draw(run, title)
+    for name, content in (("picture.svg", picture), ("trace.txt", "\n".join(lines) + "\n"),
+                          ("page.html", page(picture, shortened(lines) if len(lines) > 2000
+                                             else lines, list(summary(run)), title)),
+                          ("trace.json", perfetto(run))):
+        with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
+            file.write(content)
+    return lines

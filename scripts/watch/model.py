@@ -1,0 +1,787 @@
+"""Reads what recorder.cpp has written, puts all processes of a run together, and finds
+what was wrong.
+
+Memory in flight, or lent, is somebody's again when that somebody *knows*: by a completion
+of its own, or by a message or number that was posted after the completion. So ownership
+follows what happened before what, as in a race detector, and not what the clock says. A
+number that was posted too early is found in a run in which all the bytes came in time.
+
+Each process keeps, for each other, up to which of its moments it knows of it (a vector
+clock). Whatever is looked up is sorted, so a run of n operations takes n log n.
+"""
+
+import bisect
+import collections
+import functools
+import glob
+import heapq
+import mmap
+import os
+import re
+import struct
+import subprocess
+
+(TEXT, PROCESS, REGION, REGION_CLOSED, ENDPOINT, ENDPOINT_CLOSED, PEER, POST, PIECE, NO_ROOM,
+ COMPLETE, NOTICE, CHANGED, FLYING, FREED, GONE, TWICE, TOUCH, TRAP, END) = range(1, 21)
+SEND, RECV, WRITE, READ, ATOMIC = range(1, 6)
+NAMES = {0: "?", SEND: "SEND", RECV: "RECV", WRITE: "WRITE", READ: "READ",
+         ATOMIC: "atomic operation"}
+RECORD = struct.Struct("<QBBHI8Q")
+REMOTE = 1 << 12 | 1 << 13  # FI_REMOTE_READ, FI_REMOTE_WRITE
+HAS_IMM, DELIVERED, INJECTED = 0x80, 0x40, 0x20
+TRUNCATED = 265  # FI_ETRUNC
+# enum fi_op: those whose result is known from what they brought and what they found.
+SUM, SWAP = 2, 11
+LATER = 1 << 63
+
+
+class Thing:
+    """A region, an endpoint, a process: whatever is known about it."""
+    def __init__(self, **known):
+        self.__dict__ |= known
+
+
+class Op:
+    """An operation, from its post (t0) to its completion (t1, or None)."""
+    __slots__ = ("p", "id", "what", "ep", "addr", "size", "peer", "t0", "t1", "raddr", "rkey",
+                 "data", "imm", "sum", "atomic", "pieces", "length", "error", "errno", "text",
+                 "got", "notice", "match", "target", "there", "offset", "region", "inject",
+                 "delivered", "wrong", "end", "count", "level")
+
+    def __init__(self, p, number, bits, ep, time, v, text):
+        self.p, self.id, self.what, self.ep, self.t0 = p, number, bits & 15, ep, time
+        self.addr, self.size, self.peer, self.raddr, self.rkey, self.data, self.sum, self.atomic = v
+        self.imm = self.data if bits & HAS_IMM else None
+        self.inject, self.delivered = bool(bits & INJECTED), bool(bits & DELIVERED)
+        self.t1 = time if self.inject else None
+        self.pieces = [(self.addr, self.size)]
+        self.text, self.error, self.errno, self.length, self.got = text, "", 0, None, 0
+        self.notice = self.match = self.target = self.there = self.region = None
+        self.offset, self.count, self.wrong, self.end, self.level = 0, 0, False, time, 0
+
+    def name(self):
+        return f"{NAMES[self.what]} #{self.count}" if self.what >= WRITE else NAMES[self.what]
+
+    def is_target(self):
+        return self.what in (RECV, READ)
+
+
+# ---- Reading ----
+
+def records(path):
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return
+        # Of a process that was killed, the file is as large as it may be.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    at, size = 0, RECORD.size
+    while at + size <= len(data):
+        time, kind, what, thing, number, *v = RECORD.unpack_from(data, at)
+        at += size
+        if kind == 0:  # a process that was killed has left the rest empty
+            return
+        text = b""
+        if at + size <= len(data) and data[at + 8] == TEXT:
+            length, = struct.unpack_from("<I", data, at + 12)
+            text = data[at + size:at + size + length]
+            at += size + (length + size - 1) // size * size
+        yield time, kind, what, thing, number, v, text
+
+
+def read_process(path):
+    p = Thing(path=path, regions=[], ops={}, eps={}, peers={}, notices=[], touches=[], found=[],
+              rooms=[], lost=0, end=0, pid=0, arguments=[], start=None, ended=False,
+              checked=False, trapped=False)
+    for time, kind, what, thing, number, v, text in records(path):
+        p.start = p.start or time
+        p.end = max(p.end, time)
+        if kind == PROCESS:
+            p.pid, p.arguments = number, text.decode(errors="replace").rstrip("\0").split("\0")
+            p.checked, p.trapped = map(bool, v[:2])
+        elif kind == REGION:
+            p.regions.append(Thing(p=p, id=number, t0=time, t1=None, addr=v[0], size=v[1],
+                                   access=v[2], key=v[3], device=bool(v[4]), ops=[], remote=[],
+                                   touches=[]))
+        elif kind == REGION_CLOSED:
+            p.regions[number - 1].t1 = time  # in the order of their numbers
+        elif kind == ENDPOINT:
+            p.eps[thing] = Thing(p=p, id=thing, cq=v[0], av=v[1], name=text.rstrip(b"\0"),
+                                 t0=time, t1=None, open=0, number=len(p.eps) + 1)
+        elif kind == ENDPOINT_CLOSED:
+            if thing in p.eps:
+                p.eps[thing].t1, p.eps[thing].open = time, v[0]
+        elif kind == PEER:
+            p.peers.setdefault((thing, v[0]), []).append((time, text.rstrip(b"\0")))
+        elif kind == POST:
+            p.ops[number] = Op(p, number, what, p.eps[thing], time, v, text)
+        elif kind == PIECE and number in p.ops:
+            p.ops[number].pieces.append((v[0], v[1]))
+        elif kind == COMPLETE and number in p.ops:
+            op = p.ops[number]
+            op.t1, op.length, op.errno, op.got = time, v[0], v[2], v[3]
+            if v[2]:
+                op.error = text.decode(errors="replace") or f"error {v[2]}"
+            elif op.what == RECV:
+                op.text = text
+        elif kind == NOTICE:
+            p.notices.append(Thing(p=p, t=time, cq=thing, data=v[0], op=None))
+        elif kind == NO_ROOM:
+            p.rooms.append(Thing(p=p, t=time, what=what, ep=thing, count=v[1], size=v[0]))
+        elif kind in (CHANGED, FLYING, FREED, GONE, TWICE):
+            p.found.append(Thing(p=p, t=time, kind=kind, id=number, v=v))
+        elif kind == TOUCH:
+            p.touches.append(Thing(p=p, t0=time, t1=v[2], addr=v[0], size=v[1], into=bool(what),
+                                   where="", op=p.ops.get(number), trap=False, region=None))
+        elif kind == TRAP:
+            p.touches.append(Thing(p=p, t0=time, t1=time, addr=v[0], size=1, into=bool(v[2]),
+                                   where=text.decode(errors="replace"), op=p.ops.get(number),
+                                   trap=True, region=None))
+        elif kind == END:
+            p.lost, p.ended = v[0], True
+    return p
+
+
+def load(folder, source=""):
+    """The run whose records are in this folder; None if there are none. The names of its
+    messages are those of the program's source."""
+    ps = [read_process(path) for path in glob.glob(f"{folder}/*.watch")]
+    ps = sorted((p for p in ps if p.start), key=lambda p: p.start)
+    if not ps:
+        return None
+    run = Thing(ps=ps, t0=ps[0].start, end=max(p.end for p in ps), edges=[], wrongs=[], notes=[],
+                names=message_names(source))
+    for number, p in enumerate(ps):
+        p.index = number
+        p.program = os.path.basename(p.arguments[0]) if p.arguments else "?"
+        place_ops(p)
+    find_targets(run)
+    name_processes(run)
+    match_messages(run)
+    match_writes(run)
+    match_words(run)
+    run.clocks = Clocks(run)
+    Finder(run).find()
+    return run
+
+
+def place_ops(p):
+    """Which region each buffer is in."""
+    places, twins = Places(), {}
+    for region in p.regions:
+        places.add(region.addr, max(region.size, 1), region)
+        # The same memory may be registered several times: with each adapter of 11_rails.
+        twin = twins.get((region.addr, region.size))
+        region.twin = twin if twin and (twin.t1 is None or twin.t1 > region.t0) else region
+        twins[region.addr, region.size] = region.twin
+    count = 0
+    for op in p.ops.values():
+        op.end = op.t1 or op.ep.t1 or p.end
+        if op.what >= WRITE:
+            count += 1
+            op.count = count
+        for region in places.overlapping(op.addr, 1):
+            if region.t0 <= op.t0 and (region.t1 is None or region.t1 >= op.t0):
+                op.region = region.twin
+        if op.region:
+            op.region.ops.append(op)
+    free = [op for op in p.ops.values() if op.region is None and op.what >= WRITE and op.size]
+    if free:  # over this provider, the program has not registered them
+        at, end = min(op.addr for op in free), max(op.addr + op.size for op in free)
+        p.regions.append(Thing(p=p, id="-", t0=free[0].t0, t1=None, addr=at, size=end - at,
+                               access=0, key=None, device=False, ops=free, remote=[], touches=[]))
+        p.regions[-1].twin = p.regions[-1]
+        for op in free:
+            op.region = p.regions[-1]
+    for touch in p.touches:
+        for region in places.overlapping(touch.addr // 4096 * 4096, 4096):
+            if region.t0 <= touch.t0 and (region.t1 is None or region.t1 >= touch.t0):
+                touch.region = region.twin
+        if touch.region:
+            touch.region.touches.append(touch)
+
+
+class Places:
+    """Things that have a place, to be found by it. Those of like size are kept together, so
+    that one large one does not make all small ones be looked at."""
+    def __init__(self):
+        self.classes = {}
+
+    def add(self, at, size, thing):
+        places, things = self.classes.setdefault(size.bit_length(), ([], {}))
+        if (at, size) not in things:
+            bisect.insort(places, (at, size))
+            things[at, size] = []
+        things[at, size].append(thing)
+
+    def lists(self, at, size):
+        """The place of each that overlaps, and the list of what is there."""
+        for bits, (places, things) in self.classes.items():
+            for i in range(bisect.bisect_left(places, (at - (1 << bits), 0)), len(places)):
+                if places[i][0] >= at + size:
+                    break
+                if at < places[i][0] + places[i][1]:
+                    yield places[i], things[places[i]]
+
+    def overlapping(self, at, size):
+        for _, things in self.lists(at, size):
+            yield from things
+
+
+# ---- Who speaks to whom ----
+
+def find_targets(run):
+    by_name = {}
+    for p in run.ps:
+        for ep in p.eps.values():
+            by_name.setdefault(ep.name, []).append(ep)
+    for eps in by_name.values():
+        eps.sort(key=lambda ep: ep.t0)
+    for p in run.ps:
+        for op in p.ops.values():
+            if op.what == RECV:
+                continue
+            known = p.peers.get((op.ep.av, op.peer), [])
+            name = next((name for time, name in reversed(known) if time <= op.t0), None)
+            # A port may have had several owners.
+            op.target = next((ep for ep in reversed(by_name.get(name, [])) if ep.t0 <= op.t0), None)
+
+
+def name_processes(run):
+    """Who speaks first is a client."""
+    for p in run.ps:
+        first = min((op for op in p.ops.values() if op.what != RECV or op.t1 and not op.error),
+                    key=lambda op: op.t1 if op.what == RECV else op.t0, default=None)
+        p.role = "server" if first is None or first.what == RECV else "client"
+    for role in "server", "client":
+        alike = [p for p in run.ps if p.role == role]
+        for number, p in enumerate(alike, 1):
+            p.name = role if len(alike) == 1 else f"{role} {number}"
+
+
+def message_names(source):
+    """What the program's own source calls its messages: kConnect = 1 is CONNECT."""
+    if not source or not os.path.exists(source):
+        return {}
+    with open(source, encoding="utf-8") as file:
+        enum = re.search(r"enum class AppMessageType.*?\{(.*?)\};", file.read(), re.S)
+    return {int(number): re.sub(r"(?<!^)(?=[A-Z])", "_", name).upper()
+            for name, number in re.findall(r"\bk(\w+) = (\d+)", enum[1])} if enum else {}
+
+
+def words(run, op):
+    """What a message says: its name, or its text."""
+    if run.names and len(op.text) >= 8:
+        name = run.names.get(struct.unpack_from("<I", op.text)[0], "?")
+        if name == "CREDIT":  # of 9_file: followed by the numbers of slots
+            count = (min(len(op.text), op.size) - 8) // 4
+            name += " " + " ".join(map(str, struct.unpack_from(f"<{count}I", op.text, 8)[:5]))
+        return name
+    count = op.length if op.what == RECV else op.size
+    text = op.text[:40].rstrip(b"\0").decode(errors="replace")
+    if text and text.isprintable():
+        return f'"{text[:24]}{"…" if count and count > 24 else ""}"'
+    return f"{count} bytes"
+
+
+def match_messages(run):
+    """Which RECV has taken which SEND: the first of those with the same text, or else, if it
+    was changed on its way, with the same length."""
+    sends = {}
+    for p in run.ps:
+        for op in p.ops.values():
+            if op.what == SEND and op.target and not (op.error and not op.length):
+                sends.setdefault(op.target, []).append(op)
+    for p in run.ps:
+        for op in p.ops.values():
+            if op.what == RECV and op.t1 and not op.error:
+                sends.setdefault(op.ep, []).append(op)
+    for ops in sends.values():
+        recvs = sorted((op for op in ops if op.what == RECV), key=lambda op: op.t1)
+        for same in True, False:
+            queues = {}
+            for op in sorted((op for op in ops if op.what == SEND and not op.match),
+                             key=lambda op: op.t0):
+                queues.setdefault((op.size, op.sum if same else 0), collections.deque()).append(op)
+            for recv in recvs:
+                queue = queues.get((recv.length, recv.got if same else 0))
+                if recv.match or not queue or queue[0].t0 > recv.t1:
+                    continue
+                send = queue.popleft()
+                send.match, recv.match = recv, send
+                run.edges.append(Thing(a=send.p, b=recv.p, t0=send.t0, t1=recv.t1, op=send))
+
+
+def match_writes(run):
+    """Where WRITEs, READs and atomic operations go, and whose number is whose."""
+    waiting = {}
+    for p in run.ps:
+        p.keys = {}
+        for region in p.regions:
+            if region.access & REMOTE:
+                p.keys.setdefault(region.key, []).append(region)
+    for p in run.ps:
+        for op in p.ops.values():
+            if op.what < WRITE or op.target is None:
+                continue
+            fitting = [r for r in op.target.p.keys.get(op.rkey, []) if r.t0 <= op.t0]
+            # Of several with this key, one that is open.
+            region = next((r for r in reversed(fitting) if r.t1 is None or r.t1 >= op.t0),
+                          fitting[-1] if fitting else None)
+            if region:
+                inside = region.addr <= op.raddr < region.addr + region.size
+                op.there, op.offset = region, op.raddr - region.addr if inside else op.raddr
+                region.twin.remote.append(op)
+            if op.imm is not None:
+                waiting.setdefault((op.target.p, op.target.cq, op.imm), []).append(op)
+    for ops in waiting.values():
+        ops.sort(key=lambda op: op.t0)
+    waiting = {key: collections.deque(ops) for key, ops in waiting.items()}
+    for p in run.ps:
+        for region in p.regions:
+            region.remote.sort(key=lambda op: op.t0)
+        for notice in p.notices:
+            queue = waiting.get((p, notice.cq, notice.data))
+            if queue and queue[0].t0 <= notice.t:
+                op = notice.op = queue.popleft()
+                op.notice = notice.t
+                run.edges.append(Thing(a=op.p, b=p, t0=op.t0, t1=notice.t, op=op))
+
+
+def match_words(run):
+    """Who reads a word that an atomic operation of another has made knows what that one
+    knew: so do locks and tickets work."""
+    for p in run.ps:
+        for region in p.regions:
+            makers, ops = {}, []
+            for op in region.remote:
+                if op.what != ATOMIC and not (op.what in (READ, WRITE) and op.size == 8):
+                    continue
+                if op.what == ATOMIC and op.atomic in (SUM, SWAP) or op.atomic not in (SUM, SWAP):
+                    ops.append(op)
+            for op in ops:
+                if op.what == ATOMIC and op.t1 and not op.error:
+                    new = op.got + op.data & (1 << 64) - 1 if op.atomic == SUM else op.data
+                    makers.setdefault((op.offset, new), []).append((op.t0, op.id, op))
+            for list_ in makers.values():
+                list_.sort(key=lambda item: item[:2])
+            for op in ops:
+                if op.what == WRITE or not op.t1 or op.error:
+                    continue
+                list_ = makers.get((op.offset, op.got), [])
+                for t0, _, maker in reversed(list_[:bisect.bisect_left(list_, (op.t1,))]):
+                    if maker is not op and maker.p is not op.p:
+                        run.edges.append(Thing(a=maker.p, b=op.p, t0=t0, t1=op.t1, op=None))
+                        break
+                    if maker is not op:
+                        break
+
+
+class Clocks:
+    """What each process knows of each other."""
+    def __init__(self, run):
+        count = len(run.ps)
+        self.history = [([], []) for _ in run.ps]  # times, and clocks
+        self.known = {}
+        events = []
+        for edge in run.edges:
+            events.append((edge.t0, 0, edge))
+            events.append((max(edge.t1, edge.t0 + 1), 1, edge))
+        events.sort(key=lambda event: event[:2])
+        now = [[0] * count for _ in run.ps]
+        for time, arrives, edge in events:
+            a, b = edge.a.index, edge.b.index
+            if not arrives:
+                edge.clock = tuple(now[a])
+                continue
+            new = list(map(max, now[b], edge.clock))
+            new[a] = max(new[a], edge.t0)
+            if new != now[b]:
+                now[b] = new
+                self.history[b][0].append(time)
+                self.history[b][1].append(tuple(new))
+
+    def knows(self, b, time, a):
+        """Up to which of its moments the process b knows of a, at this time."""
+        if a is b:
+            return time
+        times, clocks = self.history[b.index]
+        at = bisect.bisect_right(times, time)
+        return clocks[at - 1][a.index] if at else 0
+
+    def before(self, a, t0, b, t1):
+        """Whether what a did at t0 happened before what b did at t1."""
+        return t0 <= self.knows(b, t1, a)
+
+    def when(self, a, t0, b):
+        """When b first knows what a did at t0, or None."""
+        if a is b:
+            return t0
+        if (a, b) not in self.known:
+            self.known[a, b] = [clock[a.index] for clock in self.history[b.index][1]]
+        at = bisect.bisect_left(self.known[a, b], t0)
+        return self.history[b.index][0][at] if at < len(self.known[a, b]) else None
+
+
+def told(run, op):
+    """When the owner of the memory there knows that an operation is over: by its own number,
+    by what was posted after its completion, or because its endpoint is closed."""
+    when = [op.notice, op.target.t1 if op.target else None]
+    if op.t1:
+        when.append(run.clocks.when(op.p, op.t1, op.there.p))
+    return min((t for t in when if t), default=None)
+
+
+# ---- What is wrong ----
+
+RULES = {
+    "flight": ("From its post to its completion, a buffer belongs to libfabric", "4"),
+    "number": ("A number says nothing of WRITEs that had not completed when it was posted", "6"),
+    "lent": ("Memory that you have lent is not yours until you have been told", "6"),
+    "credit": ("A slot is lent again only when what was in it has been saved", "9"),
+    "writers": ("Two WRITEs to one place need an order: a completion, and word of it", "8"),
+    "words": ("A word that atomic operations change is changed by nothing else", "10"),
+    "region": ("A region, and its memory, outlive all that is in flight to or from them", "4"),
+    "captured": ("What an operation's callback captures is in flight as well", "4"),
+    "once": ("An operation completes once", "4"),
+    "room": ("A message needs a RECV that waits for it, and is large enough", "4"),
+    "failed": ("A failed operation has an owner who is told", "4"),
+}
+
+
+class Finder:
+    def __init__(self, run):
+        self.run = run
+        self.said = {}
+        # Of each endpoint, how many RECVs wait until its end; those with any completion.
+        self.waiting, self.listens = {}, set()
+        for p in run.ps:
+            for op in p.ops.values():
+                if op.what == RECV and not op.t1:
+                    self.waiting[op.ep] = self.waiting.get(op.ep, 0) + 1
+                elif op.what == RECV:
+                    self.listens.add(op.ep)
+
+    def wrong(self, p, t, rule, text, op=None, region=None, ops=(), sure=True, key=None):
+        """Notes a violation, or something to look at. Of many alike, the first one."""
+        for one in (*ops, *([op] if op is not None else [])):
+            one.wrong = one.wrong or sure
+        key = key and (p, sure, rule, key)
+        if key in self.said:
+            self.said[key].more += 1
+            return
+        found = Thing(p=p, t=t, rule=RULES[rule][0], chapter=RULES[rule][1], text=text, op=op,
+                      region=region, ops=ops, more=0)
+        if key:
+            self.said[key] = found
+        (self.run.wrongs if sure else self.run.notes).append(found)
+
+    def find(self):
+        run = self.run
+        for p in run.ps:
+            self.recorded(p)
+            self.messages(p)
+            self.completions(p)
+            for region in p.regions:
+                self.numbers(region)
+                self.conflicts(region)
+                self.touched(region)
+                self.unsaved(region)
+                self.closed(region)
+        for found in run.wrongs, run.notes:
+            found.sort(key=lambda w: w.t)
+
+    def recorded(self, p):
+        """What the recorder has seen while it happened."""
+        for w in p.found:
+            op, v = p.ops.get(w.id), w.v
+            if w.kind == CHANGED and op:
+                how = f": {show(v[1])} became {show(v[2])}" if v[3] else ", or behind it"
+                where = "behind its message, " if op.what == RECV else ""
+                self.wrong(p, w.t, "flight", f"the buffer of {label(self.run, op)} was changed "
+                           f"between post and completion ({where}byte {v[0]}{how})", op,
+                           key=("changed", op.what))
+            elif w.kind == FLYING and op:
+                what = {0: f"region {v[1]}, with the buffer of {label(self.run, op)}, was closed",
+                        1: f"the buffer of {label(self.run, op)} was freed",
+                        2: f"the record of {label(self.run, op)} (its context) was freed"}[v[0]]
+                rule = {0: "region", 1: "flight", 2: "captured"}[v[0]]
+                self.wrong(p, w.t, rule, f"{what} while it was in flight", op,
+                           key=(v[0], op.what))
+            elif w.kind == FREED:
+                self.wrong(p, w.t, "region", f"memory was freed that is registered as region "
+                           f"{w.id}", region=p.regions[w.id - 1], key="freed")
+            elif w.kind == GONE and op:
+                self.wrong(p, w.t, "captured", f"{label(self.run, op)} uses a variable of a "
+                           "function that has returned, and it is in flight", op,
+                           key=("gone", op.what))
+            elif w.kind == TWICE and op:
+                self.wrong(p, w.t, "once", f"{label(self.run, op)} has completed a second time; "
+                           "the program has to bear that", op, sure=False, key=op.what)
+
+    def messages(self, p):
+        """SENDs without a RECV, and RECVs that are too short."""
+        run = self.run
+        for op in p.ops.values():
+            if op.what == RECV and op.errno == TRUNCATED:
+                self.wrong(p, op.t1, "room", f"a message did not fit into a RECV of "
+                           f"{size(op.size)}", op)
+            if op.what != SEND or op.target is None:
+                continue
+            there = op.target.p
+            if op.match and op.match.t0 > op.t0 + 1000:
+                self.wrong(there, op.t0, "room", f"{words(run, op)} of {p.name} waited "
+                           f"{span(op.match.t0 - op.t0)} for a RECV", op.match, sure=False,
+                           key="late")
+            elif not op.match and not op.error:
+                waiting = self.waiting.get(op.target, 0)
+                closed = op.target.t1 or there.end
+                if not waiting and op.t0 < closed:
+                    self.wrong(there, op.t0, "room", f"there was no RECV for {words(run, op)} of "
+                               f"{p.name}", op, sure=there.ended, key="none")
+                elif op.t1 and op.target not in self.listens and op.t1 < closed:
+                    self.wrong(there, closed, "room", f"{words(run, op)} of {p.name} had arrived, "
+                               "but the completion of its RECV was never read", op, sure=False,
+                               key="unread")
+
+    def completions(self, p):
+        for op in p.ops.values():
+            if op.error and op.errno != TRUNCATED and op.ep.t1 != op.t1:
+                self.wrong(p, op.t1, "failed", f"{label(self.run, op)} has failed: {op.error}",
+                           op, sure=False, key=(op.what, op.error))
+        for ep in p.eps.values():
+            cut = [op for op in p.ops.values() if op.ep is ep and op.what != RECV and not op.t1]
+            if cut and ep.t1:
+                self.wrong(p, ep.t1, "once", f"{plural(len(cut), NAMES[cut[0].what])} had not "
+                           f"completed when endpoint {ep.number} was closed: nobody knows what "
+                           "became of that", cut[0], sure=False, key="cut")
+
+    def numbers(self, region):
+        """A number that was posted while other WRITEs to the same memory were in flight."""
+        flying = {}
+        for op in region.remote:
+            if op.what not in (WRITE, ATOMIC):
+                continue
+            heap = flying.setdefault(op.p, [])
+            while heap and heap[0][0] <= op.t0:
+                heapq.heappop(heap)
+            if op.what == WRITE and op.imm is None:
+                heapq.heappush(heap, (op.end, op.id, op))
+                continue
+            if not heap:
+                continue
+            under_way = [item[2] for item in heap]
+            if op.what == ATOMIC:
+                self.wrong(op.p, op.t0, "number", f"an atomic operation was posted while "
+                           f"{plural(len(heap), 'WRITE')} to the same memory "
+                           f"{'were' if len(heap) > 1 else 'was'} in flight: who reads its word "
+                           "must not conclude that these are there", op, sure=False, key="word")
+                continue
+            late = [o for o in under_way if op.notice and o.t1 and o.t1 > op.notice]
+            then = ""
+            if late:
+                last = max(o.end for o in late) - op.notice
+                then = f"; {len(late)} completed up to {span(last)} after it had arrived"
+            self.wrong(region.p, op.notice or op.end, "number",
+                       f"number {op.imm} was posted while {plural(len(heap), 'WRITE')} to the "
+                       f"same memory {'were' if len(heap) > 1 else 'was'} in flight, and says "
+                       f"nothing about {'these' if len(heap) > 1 else 'it'}{then}",
+                       region=region, ops=under_way, key="number")
+
+    def conflicts(self, region):
+        """Operations of the same bytes without an order, one of which changes them."""
+        run, places = self.run, Places()
+        for op in region.remote:
+            if op.error and not op.length:
+                continue
+            for (at, length), before in places.lists(op.offset, op.size):
+                for old in before:
+                    if old.what == op.what and op.what in (READ, ATOMIC):
+                        continue
+                    if {old.what, op.what} == {READ, ATOMIC}:
+                        continue
+                    if old.t1 and run.clocks.before(old.p, old.t1, op.p, op.t0):
+                        continue
+                    if not old.t1 and old.ep.t1 and old.ep.t1 <= op.t0:
+                        continue  # it was given up: chapter 11 sends such a page again
+                    if op.t1 and old.p is not op.p and run.clocks.before(op.p, op.t1, old.p,
+                                                                           old.t0):
+                        continue
+                    same = (at, length) == (op.offset, op.size) and old.sum == op.sum
+                    if old.what == op.what == WRITE and same and old.sum:
+                        continue  # the same bytes
+                    self.conflict(region, old, op)
+            self.keep(places, op)
+
+    @staticmethod
+    def keep(places, op):
+        """Of each place, the last operations: those that may still be in flight, and one of
+        each process and kind that is over."""
+        found = [list_ for place, list_ in places.lists(op.offset, op.size)
+                 if place == (op.offset, op.size)]
+        if not found:
+            places.add(op.offset, op.size, op)
+            return
+        list_, = found
+        over = {}
+        for old in list_:
+            if old.t1 and old.t1 <= op.t0:
+                key = old.p, old.what
+                if key not in over or over[key].t1 < old.t1:
+                    over[key] = old
+        list_[:] = [*over.values(), *[o for o in list_ if not o.t1 or o.t1 > op.t0][-8:], op]
+
+    def conflict(self, region, old, op):
+        kinds = {old.what, op.what}
+        where = f"{size(op.size)} at {size(op.offset)} of region {region.id} of {region.p.name}"
+        if kinds == {ATOMIC, WRITE}:
+            self.wrong(op.p, op.t0, "words", f"{label(self.run, op)} and {label(self.run, old)}"
+                       f"{of(old, op)} change {where}, and neither is known to come first",
+                       op, region, ops=(old,), key="words")
+        elif kinds == {WRITE}:
+            self.wrong(op.p, op.t0, "writers", f"{label(self.run, op)} goes where "
+                       f"{label(self.run, old)}{of(old, op)} goes, {where}, "
+                       f"{still(old, op)}", op, region, ops=(old,), key="writers")
+        else:  # a READ and a WRITE
+            reader, writer = (op, old) if op.what == READ else (old, op)
+            mine = old.p is op.p
+            self.wrong(op.p, op.t0, "lent", f"{label(self.run, reader)}{of(reader, op)} takes "
+                       f"what {label(self.run, writer)}{of(writer, op)} changes, {where}, "
+                       f"{still(old, op)}" + ("" if mine else ": fine only if what was READ is "
+                                              "checked afterwards"),
+                       op, region, ops=(old,), sure=mine, key="read")
+
+    def touched(self, region):
+        """Has the owner touched a place while a WRITE to it, or a READ of it, could come?"""
+        run = self.run
+        for touch in region.touches:
+            op = touch.op
+            if op and (op.is_target() or touch.into):
+                self.wrong(region.p, touch.t0, "flight", f"the buffer of {label(run, op)} is "
+                           f"{'written' if touch.into else 'read'} while it is in flight: "
+                           f"{how(touch)}", op, key=("touch", op.what, touch.into, how(touch)))
+        if not region.touches or not region.remote:
+            return
+        places = Places()
+        for op in region.remote:
+            if op.what != ATOMIC:
+                places.add(op.offset, op.size, op)
+        for touch in region.touches:
+            for op in places.overlapping(touch.addr - region.addr, touch.size):
+                if op.what == READ and not touch.into or op.error and not op.length:
+                    continue
+                done = told(run, op)
+                if done and done <= touch.t0:
+                    continue
+                if run.clocks.before(touch.p, touch.t1, op.p, op.t0):
+                    continue
+                verb = "written" if touch.into else "read"
+                if op.t0 > touch.t1:
+                    state = (f"it was posted {span(op.t0 - touch.t1)} later, and nothing had lent "
+                             "that place again")
+                elif not op.t1:
+                    state = "it never completed"
+                elif op.t1 > touch.t0:
+                    state = f"it completed {span(op.t1 - touch.t0)} later"
+                else:
+                    state = "it had completed, but nobody had said so"
+                self.wrong(region.p, touch.t0, "lent",
+                           f"{size(touch.size)} at {size(touch.addr - region.addr)} of region "
+                           f"{region.id} {'is' if touch.size == 1 else 'are'} {verb} while "
+                           f"{label(run, op)} of {op.p.name} may be in flight there: {state} "
+                           f"({how(touch)})", op, region, key=("race", how(touch), op.what))
+
+    def unsaved(self, region):
+        """A program that takes what has come with pwrite: has it, before the next came?"""
+        saves = Places()
+        for touch in region.touches:
+            if not touch.into and not touch.trap:
+                saves.add(touch.addr - region.addr, touch.size, touch)
+        if not saves.classes:
+            return
+        last = {}
+        for op in region.remote:
+            if op.what != WRITE:
+                continue
+            before, last[op.offset] = last.get(op.offset), op
+            known = before and told(self.run, before)
+            if before and not any(known and known <= touch.t0 < op.t0 for touch in
+                                  saves.overlapping(op.offset, 1)):
+                self.wrong(region.p, op.t0, "credit", f"{label(self.run, op)} came over the "
+                           f"{size(before.size)} of {label(self.run, before)} at "
+                           f"{size(op.offset)}, which the program had not saved yet", op, region,
+                           ops=(before,), key="over")
+
+    def closed(self, region):
+        """A region that is closed while others READ or WRITE it."""
+        for op in region.remote:
+            closed, over = op.there.t1, told(self.run, op)
+            if not closed or op.error or op.t0 > closed or over and over <= closed:
+                continue
+            late = op.end > closed
+            self.wrong(region.p, closed, "region", f"region {op.there.id} is closed while "
+                       f"{label(self.run, op)} of {op.p.name} "
+                       f"{'is in flight to it' if late else 'is not known to be over'}", op,
+                       region, sure=late and bool(op.t1), key="closed")
+
+
+def label(run, op):
+    """What an operation is called in a sentence."""
+    if op.what == SEND:
+        return f"the SEND of {words(run, op)}"
+    return f"a RECV of {size(op.size)}" if op.what == RECV else op.name()
+
+
+def of(op, other):
+    return f" of {op.p.name}" if op.p is not other.p else ""
+
+
+def still(old, op):
+    if old.t1 and old.t1 <= op.t0:
+        return "which had completed, but nobody had said so"
+    return "which had not completed yet"
+
+
+def how(touch):
+    return place(touch.where) if touch.where else "pread" if touch.into else "pwrite"
+
+
+@functools.cache
+def place(where):
+    """Names the line of the program in a list of frames."""
+    for frame in where.splitlines():
+        path, _, offset = frame.rpartition(" ")
+        if re.search(r"watch\.so|libc\.so|libfabric|libstdc|ld-linux|linux-vdso", path):
+            continue
+        try:
+            lines = subprocess.run(["addr2line", "-ifCe", path, hex(int(offset, 16) - 1)],
+                                   capture_output=True, text=True, check=False).stdout.split("\n")
+        except OSError:  # it comes with the compiler's binutils
+            break
+        # What was inlined comes first. The standard library's lines help nobody.
+        for function, at in zip(lines[::2], lines[1::2]):
+            at = at.split(" ")[0]
+            if not at.startswith(("?", "/usr/")):
+                return f"{os.path.basename(at)} in {function.split('(')[0].split('<')[0]}"
+    return "the program"
+
+
+def plural(count, name):
+    return f"{count} {name}{'s' * (count != 1)}"
+
+
+def show(byte):
+    return f"'{chr(byte)}'" if 32 <= byte < 127 else str(byte)
+
+
+def size(count):
+    for unit, name in (1 << 20, "MiB"), (1 << 10, "KiB"):
+        if count >= unit and count % unit == 0:
+            return f"{count // unit} {name}"
+    return plural(count, "byte")
+
+
+def span(ns):
+    for unit, name in (1e9, "s"), (1e6, "ms"):
+        if ns >= unit:
+            return f"{ns / unit:.3g} {name}"
+    return f"{max(ns, 0) / 1e3:.3g} µs"

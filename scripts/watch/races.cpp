@@ -1,0 +1,756 @@
+// Races in pairs: programs of a few lines, each of which breaks one rule about who owns
+// which memory when, and its twin, which keeps it. They judge the model: it names the
+// first of each pair, and nothing in the second.
+//
+// Usage: races --list           a line each: name, rule, and whether it takes WATCH_TRAP
+//        races NAME wrong|right  runs one, in two or three processes
+//
+// The kinds of races are those that a list of such programs for one-sided operations of
+// MPI has (RMARaceBench), as far as there is one here, and those of this tutorial.
+//
+// Three sides know each other's addresses and keys from the beginning: this is not what
+// they are about. Whatever they say afterwards, they say with libfabric.
+
+#include <fcntl.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_atomic.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <functional>
+#include <set>
+#include <string>
+#include <vector>
+
+constexpr size_t kPage = 4096, kMemory = 64 * kPage, kRecvs = 8;
+constexpr int kSides = 3;
+
+void Check(ssize_t ret, const char* what) {
+  if (ret >= 0) return;
+  fprintf(stderr, "error: %s: %s\n", what, fi_strerror(static_cast<int>(-ret)));
+  _exit(1);
+}
+
+// What each side tells the others before it begins.
+struct Known {
+  std::atomic<bool> ready;
+  std::atomic<bool> done;
+  bool absent;
+  char name[256];
+  uint64_t key, base;
+};
+Known* g_known;
+
+char* Pages(size_t size) {
+  return static_cast<char*>(mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+}
+
+// One side: memory that the others may READ and WRITE, memory of its own, and RECVs.
+struct Side {
+  int me;
+  struct fi_info* info = nullptr;
+  struct fid_fabric* fabric = nullptr;
+  struct fid_domain* domain = nullptr;
+  struct fid_cq* cq = nullptr;
+  struct fid_eq* eq = nullptr;
+  struct fid_av* av = nullptr;
+  struct fid_ep* ep = nullptr;
+  struct fid_mr *memory_mr = nullptr, *own_mr = nullptr, *recv_mr = nullptr;
+  char* memory = Pages(kMemory);
+  char* own = Pages(kMemory);
+  char* recvs = Pages(kRecvs * kPage);
+  fi_addr_t peers[kSides];
+  std::multiset<void*> completed;
+  std::vector<uint64_t> numbers;
+  std::vector<std::string> messages;
+  std::vector<char*> taken;  // RECVs to be posted again
+  char tags[64];             // contexts
+
+  explicit Side(int number) : me(number) {
+    struct fi_info* hints = fi_allocinfo();
+    hints->caps = FI_MSG | FI_RMA | FI_ATOMIC;
+    hints->ep_attr->type = FI_EP_RDM;
+    hints->mode = FI_CONTEXT | FI_CONTEXT2;
+    hints->domain_attr->mr_mode =
+        FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+    hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+    hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
+    hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;
+    Check(fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints, &info),
+          "fi_getinfo");
+    Check(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
+    Check(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
+    struct fi_cq_attr cq_attr = {};
+    cq_attr.format = FI_CQ_FORMAT_DATA;
+    Check(fi_cq_open(domain, &cq_attr, &cq, nullptr), "fi_cq_open");
+    struct fi_eq_attr eq_attr = {};
+    Check(fi_eq_open(fabric, &eq_attr, &eq, nullptr), "fi_eq_open");
+    struct fi_av_attr av_attr = {};
+    Check(fi_av_open(domain, &av_attr, &av, nullptr), "fi_av_open");
+    Check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
+    Check(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
+    Check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
+    Check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    Check(fi_enable(ep), "fi_enable");
+    memory_mr = Register(memory, kMemory);
+    own_mr = Register(own, kMemory);
+    recv_mr = Register(recvs, kRecvs * kPage);
+    Known& known = g_known[me];
+    size_t size = sizeof(known.name);
+    Check(fi_getname(&ep->fid, known.name, &size), "fi_getname");
+    known.key = fi_mr_key(memory_mr);
+    bool virtual_addresses = info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
+    known.base = virtual_addresses ? reinterpret_cast<uint64_t>(memory) : 0;
+    known.ready = true;
+    for (int i = 0; i < kSides; ++i) {
+      if (g_known[i].absent) continue;
+      while (!g_known[i].ready) usleep(1000);
+      Check(fi_av_insert(av, g_known[i].name, 1, &peers[i], 0, nullptr) - 1,
+            "fi_av_insert");
+    }
+  }
+
+  struct fid_mr* Register(void* data, size_t size) {
+    static uint64_t key = static_cast<uint64_t>(getpid()) << 8;
+    struct fid_mr* mr;
+    Check(fi_mr_reg(domain, data, size,
+                    FI_SEND | FI_RECV | FI_READ | FI_WRITE | FI_REMOTE_READ |
+                        FI_REMOTE_WRITE,
+                    0, ++key, 0, &mr, nullptr),
+          "fi_mr_reg");
+    return mr;
+  }
+
+  // Calls until there is room.
+  template <typename Call>
+  void Retry(const char* what, Call call) {
+    ssize_t ret;
+    while ((ret = call()) == -FI_EAGAIN) Poll();
+    Check(ret, what);
+  }
+
+  void Poll() {
+    struct fi_cq_data_entry entry;
+    ssize_t ret = fi_cq_read(cq, &entry, 1);
+    if (ret == -FI_EAGAIN) return;
+    if (ret == -FI_EAVAIL) {
+      struct fi_cq_err_entry error = {};
+      fi_cq_readerr(cq, &error, 0);
+      completed.insert(error.op_context);
+      return;
+    }
+    Check(ret, "fi_cq_read");
+    if (entry.flags & FI_RECV) {
+      auto* at = static_cast<char*>(entry.op_context);
+      messages.emplace_back(at, entry.len);
+      taken.push_back(at);
+    } else if (entry.flags & FI_REMOTE_CQ_DATA) {
+      numbers.push_back(entry.data);
+    } else {
+      completed.insert(entry.op_context);
+    }
+  }
+
+  // ---- What a case is made of ----
+
+  void PostRecv(char* at, size_t size = kPage) {
+    Retry("fi_recv", [&] {
+      return fi_recv(ep, at, size, fi_mr_desc(recv_mr), FI_ADDR_UNSPEC, at);
+    });
+  }
+  void PostRecvs() {
+    for (size_t i = 0; i < kRecvs; ++i) PostRecv(recvs + i * kPage);
+  }
+  void* Tag(int tag) { return &tags[tag]; }
+  void PostSend(int to, const void* data, size_t size, void* context) {
+    Retry("fi_send", [&] {
+      return fi_send(ep, data, size, fi_mr_desc(own_mr), peers[to], context);
+    });
+  }
+  // A message in the last page of our own memory, and its completion.
+  void Say(int to, const std::string& text) {
+    memcpy(own + kMemory - kPage, text.data(), text.size());
+    PostSend(to, own + kMemory - kPage, text.size(), Tag(63));
+    Wait(Tag(63));
+  }
+  void PostWrite(int to, size_t from, size_t size, size_t at, void* context) {
+    Retry("fi_write", [&] {
+      return fi_write(ep, own + from, size, fi_mr_desc(own_mr), peers[to],
+                      g_known[to].base + at, g_known[to].key, context);
+    });
+  }
+  void PostWriteNumber(int to, size_t from, size_t size, size_t at,
+                       uint64_t number, void* context) {
+    Retry("fi_writedata", [&] {
+      return fi_writedata(ep, own + from, size, fi_mr_desc(own_mr), number,
+                          peers[to], g_known[to].base + at, g_known[to].key,
+                          context);
+    });
+  }
+  void PostRead(int from, size_t to, size_t size, size_t at, void* context) {
+    Retry("fi_read", [&] {
+      return fi_read(ep, own + to, size, fi_mr_desc(own_mr), peers[from],
+                     g_known[from].base + at, g_known[from].key, context);
+    });
+  }
+  // Adds one to a word.
+  void PostAdd(int to, size_t at, void* context) {
+    auto* one = reinterpret_cast<uint64_t*>(own + kMemory - 2 * kPage);
+    *one = 1;
+    Retry("fi_fetch_atomic", [&] {
+      return fi_fetch_atomic(ep, one, 1, fi_mr_desc(own_mr),
+                             own + kMemory - 3 * kPage, fi_mr_desc(own_mr),
+                             peers[to], g_known[to].base + at, g_known[to].key,
+                             FI_UINT64, FI_SUM, context);
+    });
+  }
+
+  void Wait(void* context) {
+    while (!completed.contains(context)) Poll();
+    completed.erase(completed.find(context));
+  }
+  std::string Hear() {
+    while (messages.empty()) Poll();
+    std::string text = messages.front();
+    messages.erase(messages.begin());
+    return text;
+  }
+  uint64_t HearNumber() {
+    while (numbers.empty()) Poll();
+    uint64_t number = numbers.front();
+    numbers.erase(numbers.begin());
+    return number;
+  }
+  void PollFor(int ms) {
+    for (int i = 0; i < ms; ++i) {
+      for (int k = 0; k < 20; ++k) Poll();
+      usleep(1000);
+    }
+  }
+
+  // Stays until all are through.
+  void End() {
+    g_known[me].done = true;
+    for (int i = 0; i < kSides; ++i) {
+      while (!g_known[i].absent && !g_known[i].done) PollFor(1);
+    }
+    PollFor(20);
+    fi_close(&ep->fid);
+    for (struct fid_mr* mr : {memory_mr, own_mr, recv_mr}) {
+      if (mr) fi_close(&mr->fid);
+    }
+    fi_close(&av->fid);
+    fi_close(&cq->fid);
+    fi_close(&eq->fid);
+    fi_close(&domain->fid);
+    fi_close(&fabric->fid);
+  }
+};
+
+// Touches that no compiler leaves out.
+void Store(char* at, char value) { *static_cast<volatile char*>(at) = value; }
+char g_sink;
+void Load(const char* at) { g_sink = *static_cast<const volatile char*>(at); }
+
+int TemporaryFile() {
+  FILE* file = tmpfile();
+  if (file == nullptr) _exit(1);
+  std::vector<char> bytes(kMemory, 'f');
+  if (pwrite(fileno(file), bytes.data(), bytes.size(), 0) < 0) _exit(1);
+  return fileno(file);
+}
+
+__attribute__((noinline)) void SendFromLocal(Side& side, bool wrong) {
+  char text[64];
+  memset(text, 'l', sizeof(text));
+  side.PostSend(0, text, sizeof(text), side.Tag(1));
+  if (!wrong) side.Wait(side.Tag(1));
+}
+__attribute__((noinline)) void SendWithLocalContext(Side& side, bool wrong) {
+  struct fi_context2 context;
+  side.PostSend(0, side.own, 64, &context);
+  if (!wrong) side.Wait(&context);
+}
+
+using Part = std::function<void(Side&, bool wrong)>;
+struct Case {
+  const char *name, *rule;
+  bool trap;
+  Part owner, peer, other = {};  // sides 0, 1 and 2
+};
+
+const Part kNothing = [](Side&, bool) {};
+// Takes messages until the peer says so.
+const Part kListens = [](Side& s, bool) {
+  while (s.Hear() != "end") {
+  }
+};
+
+const std::vector<Case> kCases = {
+    // ---- My own buffer, between post and completion ----
+    {"send-store", "flight", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostSend(0, s.own, 2000, s.Tag(1));
+       if (wrong) Store(s.own + 10, 'x');
+       s.Wait(s.Tag(1));
+       Store(s.own + 10, 'y');
+       s.Say(0, "end");
+     }},
+    {"write-store", "flight", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, 2 * kPage, 0, s.Tag(1));
+       if (wrong) Store(s.own, 'x');
+       s.Wait(s.Tag(1));
+       Store(s.own, 'y');
+       s.Say(0, "end");
+     }},
+    {"write-store-far", "flight", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, 32 * kPage, 0, s.Tag(1));
+       if (wrong) Store(s.own + 32 * kPage - 1, 'x');
+       s.Wait(s.Tag(1));
+       s.Say(0, "end");
+     }},
+    {"recv-store", "flight", false,
+     [](Side& s, bool wrong) {
+       if (wrong) Store(s.recvs + 1000, 'x');  // behind a short message
+       s.Hear();
+       Store(s.taken[0] + 1000, 'y');
+     },
+     [](Side& s, bool) { s.Say(0, "short"); }},
+    {"recv-load", "flight", true,
+     [](Side& s, bool wrong) {
+       if (wrong) Load(s.recvs);
+       s.Hear();
+       Load(s.taken[0]);
+     },
+     [](Side& s, bool) { s.Say(0, "hello"); }},
+    {"recv-again-load", "flight", true,
+     [](Side& s, bool wrong) {
+       s.Hear();
+       if (!wrong) Load(s.taken[0]);
+       s.PostRecv(s.taken[0]);
+       if (wrong) Load(s.taken[0]);
+       s.Hear();
+     },
+     [](Side& s, bool) {
+       s.Say(0, "one");
+       s.Say(0, "two");
+     }},
+    {"read-load", "flight", true, kListens,
+     [](Side& s, bool wrong) {
+       s.PostRead(0, 0, kPage, 0, s.Tag(1));
+       if (wrong) Load(s.own + 5);
+       s.Wait(s.Tag(1));
+       Load(s.own + 5);
+       s.Say(0, "end");
+     }},
+    {"read-store", "flight", true, kListens,
+     [](Side& s, bool wrong) {
+       if (!wrong) Store(s.own + 5, 'x');
+       s.PostRead(0, 0, kPage, 0, s.Tag(1));
+       if (wrong) Store(s.own + 5, 'x');
+       s.Wait(s.Tag(1));
+       s.Say(0, "end");
+     }},
+    {"write-file-into", "flight", true, kListens,
+     [](Side& s, bool wrong) {
+       int file = TemporaryFile();
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       if (wrong && pread(file, s.own, kPage, 0) < 0) _exit(1);
+       s.Wait(s.Tag(1));
+       if (!wrong && pread(file, s.own, kPage, 0) < 0) _exit(1);
+       s.Say(0, "end");
+     }},
+
+    // ---- Memory that is lent ----
+    {"number-first", "number", false, [](Side& s, bool) { s.HearNumber(); },
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.PostWriteNumber(0, 8 * kPage, kPage, 8 * kPage, 7, s.Tag(2));
+       if (wrong) s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+     }},
+    {"message-first", "lent", true,
+     [](Side& s, bool) {
+       s.Hear();
+       Load(s.memory);
+     },
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.Say(0, "it is there");
+       if (wrong) s.Wait(s.Tag(1));
+     }},
+    {"load-without-word", "lent", true,
+     [](Side& s, bool wrong) {
+       if (!wrong) s.HearNumber();
+       Load(s.memory + 9);
+       if (wrong) s.HearNumber();
+     },
+     [](Side& s, bool) {
+       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+       s.Wait(s.Tag(1));
+     }},
+    {"store-while-lent", "lent", true,
+     [](Side& s, bool wrong) {
+       if (!wrong) Store(s.memory, 'x');
+       s.Say(1, "it is yours");
+       if (wrong) Store(s.memory, 'x');
+       s.HearNumber();
+     },
+     [](Side& s, bool) {
+       s.Hear();
+       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+       s.Wait(s.Tag(1));
+     }},
+    {"store-while-read", "lent", true,
+     [](Side& s, bool wrong) {
+       Store(s.memory, 'a');
+       s.Say(1, "published");
+       if (!wrong) s.Hear();
+       Store(s.memory, 'b');
+       if (wrong) s.Hear();
+     },
+     [](Side& s, bool) {
+       s.Hear();
+       s.PostRead(0, 0, kPage, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "read");
+     }},
+    {"take-before-number", "lent", false,
+     [](Side& s, bool wrong) {
+       int file = TemporaryFile();
+       if (!wrong) s.HearNumber();
+       if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
+       if (wrong) s.HearNumber();
+     },
+     [](Side& s, bool) {
+       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+       s.Wait(s.Tag(1));
+     }},
+    {"credit-before-saved", "lent", false,
+     [](Side& s, bool wrong) {
+       int file = TemporaryFile();
+       for (int i = 0; i < 2; ++i) {
+         s.HearNumber();
+         if (wrong) s.Say(1, "credit");
+         if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
+         if (!wrong) s.Say(1, "credit");
+       }
+     },
+     [](Side& s, bool) {
+       for (int i = 0; i < 2; ++i) {
+         s.own[0] = static_cast<char>('a' + i);
+         s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+         s.Wait(s.Tag(1));
+         s.Hear();
+       }
+     }},
+    {"no-credit", "credit", false,
+     [](Side& s, bool) {
+       int file = TemporaryFile();
+       for (int i = 0; i < 2; ++i) {
+         s.HearNumber();
+         s.PollFor(20);
+         if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
+         s.Say(1, "credit");
+       }
+     },
+     [](Side& s, bool wrong) {
+       for (int i = 0; i < 2; ++i) {
+         s.own[0] = static_cast<char>('a' + i);
+         s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+         s.Wait(s.Tag(1));
+         if (!wrong) s.Hear();
+       }
+       while (wrong && s.messages.size() < 2) s.Poll();
+     }},
+    {"bye-first", "lent", true,
+     [](Side& s, bool) {
+       s.Hear();
+       Store(s.memory, 'm');
+       s.PollFor(20);
+     },
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.Say(0, "bye");
+       if (wrong) s.Wait(s.Tag(1));
+     }},
+    {"use-after-free", "lent", true,  // of memory that was borrowed: chapter 8
+     [](Side& s, bool) {
+       s.Say(1, "borrow it");
+       s.Hear();
+       Store(s.memory, 'm');
+       s.Hear();
+     },
+     [](Side& s, bool wrong) {
+       s.Hear();
+       if (!wrong) s.PostWrite(0, 0, kPage, 0, s.Tag(1)), s.Wait(s.Tag(1));
+       s.Say(0, "free it");
+       if (wrong) s.PostWrite(0, 0, kPage, 0, s.Tag(1)), s.Wait(s.Tag(1));
+       s.Say(0, "end");
+     }},
+
+    // ---- Two operations, one place ----
+    {"two-writes", "writers", false, kListens,
+     [](Side& s, bool wrong) {
+       memset(s.own, 'a', kPage);
+       memset(s.own + kPage, 'b', kPage);
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.PostWrite(0, kPage, kPage, 0, s.Tag(2));
+       if (wrong) s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+       s.Say(0, "end");
+     }},
+    {"two-writes-overlap", "writers", false, kListens,
+     [](Side& s, bool wrong) {
+       memset(s.own, 'a', 4 * kPage);
+       memset(s.own + 4 * kPage, 'b', 4 * kPage);
+       s.PostWrite(0, 0, 4 * kPage, 0, s.Tag(1));
+       s.PostWrite(0, 4 * kPage, 4 * kPage, wrong ? 4 * kPage - 1 : 4 * kPage,
+                   s.Tag(2));
+       s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+       s.Say(0, "end");
+     }},
+    {"two-writers", "writers", false,
+     [](Side& s, bool) {
+       s.Hear();
+       s.Say(2, "it is free");
+       s.Hear();
+     },
+     [](Side& s, bool) {
+       memset(s.own, 'a', kPage);
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "done");
+     },
+     [](Side& s, bool wrong) {
+       memset(s.own, 'b', kPage);
+       if (!wrong) s.Hear();
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "done");
+       if (wrong) s.Hear();
+     }},
+    {"told-too-early", "writers", false,  // as above, but the first one lies
+     [](Side& s, bool) {
+       s.Hear();
+       s.Say(2, "it is free");
+       s.Hear();
+     },
+     [](Side& s, bool wrong) {
+       memset(s.own, 'a', 8 * kPage);
+       s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.Say(0, "done");
+       if (wrong) s.Wait(s.Tag(1));
+     },
+     [](Side& s, bool) {
+       memset(s.own, 'b', 8 * kPage);
+       s.Hear();
+       s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "done");
+     }},
+    {"read-behind-write", "lent", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.PostRead(0, kPage, kPage, 0, s.Tag(2));
+       if (wrong) s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+       s.Say(0, "end");
+     }},
+    {"write-behind-read", "lent", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostRead(0, kPage, 8 * kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.PostWrite(0, 0, kPage, 0, s.Tag(2));
+       if (wrong) s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+       s.Say(0, "end");
+     }},
+    {"read-what-is-written", "lent", false,
+     [](Side& s, bool) {
+       s.Hear();
+       s.Say(2, "it is there");
+       s.Hear();
+     },
+     [](Side& s, bool) {
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "done");
+     },
+     [](Side& s, bool wrong) {
+       if (!wrong) s.Hear();
+       s.PostRead(0, 0, kPage, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "done");
+       if (wrong) s.Hear();
+     }},
+    {"add-beside-write", "words", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, 8, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.PostAdd(0, 0, s.Tag(2));
+       if (wrong) s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+       s.Say(0, "end");
+     }},
+    {"add-beside-anothers-write", "words", false,
+     [](Side& s, bool) {
+       s.Hear();
+       s.Say(2, "it is set");
+       s.Hear();
+     },
+     [](Side& s, bool) {
+       s.PostWrite(0, 0, 8, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "done");
+     },
+     [](Side& s, bool wrong) {
+       if (!wrong) s.Hear();
+       s.PostAdd(0, 0, s.Tag(1));
+       s.Wait(s.Tag(1));
+       s.Say(0, "done");
+       if (wrong) s.Hear();
+     }},
+    {"unlock-first", "number", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, 8 * kPage, kPage, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.PostAdd(0, 0, s.Tag(2));  // what says that it is there
+       if (wrong) s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+       s.Say(0, "end");
+     }},
+
+    // ---- Memory that goes ----
+    {"region-closed", "region", false, kListens,
+     [](Side& s, bool wrong) {
+       struct fid_mr* mr = s.Register(s.own, kPage);
+       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       fi_close(&mr->fid);
+       if (wrong) s.Wait(s.Tag(1));
+       s.Say(0, "end");
+     }},
+    {"buffer-freed", "flight", false, kListens,
+     [](Side& s, bool wrong) {
+       auto* text = static_cast<char*>(malloc(3000));
+       memset(text, 't', 3000);
+       s.PostSend(0, text, 3000, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       free(text);
+       if (wrong) s.Wait(s.Tag(1));
+       s.Say(0, "end");
+     }},
+    {"registered-unmapped", "region", false, kNothing,
+     [](Side& s, bool wrong) {
+       char* pages = Pages(16 * kPage);
+       struct fid_mr* mr = s.Register(pages, 16 * kPage);
+       if (wrong) munmap(pages, 16 * kPage);
+       fi_close(&mr->fid);
+       if (!wrong) munmap(pages, 16 * kPage);
+     }},
+    {"buffer-of-a-function", "captured", false, kListens,
+     [](Side& s, bool wrong) {
+       SendFromLocal(s, wrong);
+       s.PollFor(5);
+       s.Say(0, "end");
+     }},
+    {"context-of-a-function", "captured", false, kListens,
+     [](Side& s, bool wrong) {
+       SendWithLocalContext(s, wrong);
+       s.PollFor(5);
+       s.Say(0, "end");
+     }},
+    {"context-freed", "captured", false, kListens,
+     [](Side& s, bool wrong) {
+       auto* context = new fi_context2;
+       s.PostSend(0, s.own, 64, context);
+       if (!wrong) s.Wait(context);
+       delete context;
+       s.PollFor(5);
+       s.Say(0, "end");
+     }},
+
+    // ---- Messages ----
+    {"no-recv", "room", false,
+     [](Side& s, bool wrong) {
+       if (!wrong) s.PostRecv(s.own);
+       while (s.messages.size() < kRecvs) s.Poll();
+       s.PollFor(50);
+     },
+     [](Side& s, bool) {
+       for (size_t i = 0; i < kRecvs; ++i) s.Say(0, "one of many");
+       s.PostSend(0, s.own, 10, s.Tag(1));  // one more than there are RECVs
+       s.PollFor(20);
+     }},
+    {"short-recv", "room", false,
+     [](Side& s, bool wrong) {
+       for (size_t i = 0; i < kRecvs; ++i) s.Hear();
+       s.PostRecv(s.taken[0], wrong ? 16 : kPage);
+       s.Say(1, "go on");
+       s.PollFor(50);
+     },
+     [](Side& s, bool) {
+       for (size_t i = 0; i < kRecvs; ++i) s.Say(0, "short");
+       s.Hear();
+       s.PostSend(0, s.own, 1000, s.Tag(1));
+       s.PollFor(50);
+     }},
+};
+
+int main(int argc, char** argv) {
+  if (argc == 2 && strcmp(argv[1], "--list") == 0) {
+    for (const Case& one : kCases)
+      printf("%s %s %s\n", one.name, one.rule, one.trap ? "trap" : "");
+    return 0;
+  }
+  const Case* found = nullptr;
+  for (const Case& one : kCases) {
+    if (argc == 3 && strcmp(argv[1], one.name) == 0) found = &one;
+  }
+  if (found == nullptr) {
+    fprintf(stderr, "usage: races --list | races NAME wrong|right\n");
+    return 2;
+  }
+  bool wrong = strcmp(argv[2], "wrong") == 0;
+  g_known = static_cast<Known*>(mmap(nullptr, kSides * sizeof(Known),
+                                     PROT_READ | PROT_WRITE,
+                                     MAP_SHARED | MAP_ANONYMOUS, -1, 0));
+  const Part* parts[kSides] = {&found->owner, &found->peer, &found->other};
+  g_known[2].absent = !found->other;
+  for (int i = 0; i < kSides; ++i) {
+    if (!*parts[i] || fork() != 0) continue;
+    alarm(20);
+    Side side(i);
+    side.PostRecvs();
+    (*parts[i])(side, wrong);
+    side.End();
+    exit(0);
+  }
+  int failed = 0, status;
+  while (wait(&status) > 0) failed |= status;
+  return failed != 0;
+}

@@ -1,0 +1,1292 @@
+// Records what a program asks of libfabric, from post to completion, and what becomes
+// of its memory meanwhile. model.py puts the records of all processes together.
+//
+// Usage: WATCH=FOLDER LD_PRELOAD=build/watch.so PROGRAM...
+//   WATCH=FOLDER   each process writes FOLDER/PID.watch; without it, nothing is recorded
+//   WATCH_MB=N     a file has at most N MB (256); what comes later is only counted
+//   WATCH_CHECK=0  buffers are not looked at: who changes one in flight is not seen
+//   WATCH_TRAP=1   memory in flight, or lent, cannot be touched (mprotect), so that each
+//                  touch is seen and names its line. Slow. Not over shm and sockets, where
+//                  others than this process' own calls touch memory
+//
+// The program is not changed, and neither is what it gets to see. The file is mapped, so
+// a process that is killed leaves all that it has recorded.
+//
+// As in scripts/tests/reorder.cpp, each object of libfabric gets its own copies of its
+// tables of functions. Behind strict.so or reorder.so, if LD_PRELOAD names these after
+// watch.so, it sees what the program sees.
+
+#include <dlfcn.h>
+#include <errno.h>
+#include <execinfo.h>
+#include <fcntl.h>
+#include <malloc.h>
+#include <pthread.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_atomic.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <signal.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+#include <unwind.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#define VISIBLE extern "C" __attribute__((visibility("default")))
+// A library behind this one may have functions of the same names.
+#pragma GCC visibility push(hidden)
+
+// ---- The file: model.py reads it ----
+
+enum Kind : uint8_t {
+  kText = 1,        // follows a record that has one
+  kProcess,         // id: of the process; text: its arguments
+  kRegion,          // data, size, access, key, whether it is a device's
+  kRegionClosed,    //
+  kEndpoint,        // completion queue, address vector; text: its name
+  kEndpointClosed,  //
+  kPeer,            // number; text: its name
+  kPost,    // data, size, peer, remote address, key, immediate data, sum, fi_op
+  kPiece,   // data, size: a buffer of several pieces, after its kPost
+  kNoRoom,  // of how many bytes, how often until now
+  kComplete,  // length, immediate data, error, sum; text: the error, or the payload
+  kNotice,   // immediate data, length
+  kChanged,  // where, from, to, whether that is known
+  kFlying,   // a region is closed, or memory is freed, with it in flight
+  kFreed,    // a region whose memory is freed
+  kGone,   // an operation's buffer or record lies in a frame that has returned
+  kTwice,  // it has completed before
+  kTouch,  // pread or pwrite: data, size, end
+  kTrap,   // address, region, whether it was written; text: where
+  kEnd     // records that were dropped
+};
+enum What : uint8_t { kSend = 1, kRecv, kWrite, kRead, kAtomic };
+
+// Bits beside What.
+constexpr uint8_t kHasImm = 0x80, kDelivered = 0x40, kInjected = 0x20;
+
+struct Record {
+  uint64_t time;  // ns, CLOCK_MONOTONIC, which all processes of a host share
+  uint8_t kind, what;
+  uint16_t object;
+  uint32_t id;
+  std::array<uint64_t, 8> v;
+};
+static_assert(sizeof(Record) == 80);
+
+Record* g_records = nullptr;
+size_t g_capacity = 0;
+std::atomic<size_t> g_next = 0;
+int g_file = -1;
+pid_t g_process = 0;
+
+long Setting(const char* name, long otherwise) {
+  const char* value = getenv(name);
+  return value ? atol(value) : otherwise;
+}
+const bool g_check = Setting("WATCH_CHECK", 1);
+bool g_trap = Setting("WATCH_TRAP", 0);
+// What is longer than this is not shown, and its bytes are not compared one by one.
+constexpr size_t kShown = 320, kCopied = size_t{1} << 16;
+
+uint64_t Now() {
+  struct timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return uint64_t(now.tv_sec) * 1000000000u + uint64_t(now.tv_nsec);
+}
+
+// Writes a record, and a text behind it.
+void Log(uint64_t time, Kind kind, uint8_t what, uint16_t object, uint32_t id,
+         std::initializer_list<uint64_t> values, const void* text = nullptr,
+         size_t size = 0) {
+  if (g_records == nullptr) return;
+  size_t slots =
+      1 + (text ? 1 + (size + sizeof(Record) - 1) / sizeof(Record) : 0);
+  size_t at = g_next.fetch_add(slots);
+  if (at + slots > g_capacity) return;
+  Record& record = g_records[at];
+  record = {time, 0, what, object, id, {}};
+  std::copy(values.begin(), values.end(), record.v.begin());
+  if (text) {
+    g_records[at + 1].id = static_cast<uint32_t>(size);
+    memcpy(&g_records[at + 2], text, size);
+    g_records[at + 1].kind = kText;
+  }
+  // Last: a reader of a killed process' file stops where there is none.
+  __atomic_store_n(&record.kind, uint8_t(kind), __ATOMIC_RELEASE);
+}
+
+void CloseFile() {
+  if (g_records == nullptr || getpid() != g_process) return;
+  size_t next = g_next;
+  // There is room for one more: see OpenFile.
+  g_records[std::min(next, g_capacity)] = {
+      Now(), kEnd, 0, 0, 0, {next > g_capacity ? next - g_capacity : 0}};
+  size_t used = std::min(next, g_capacity) + 1;
+  g_records = nullptr;
+  if (ftruncate(g_file, static_cast<off_t>(used * sizeof(Record))) != 0) return;
+}
+
+void OpenFile() {
+  const char* folder = getenv("WATCH");
+  if (folder == nullptr || g_records != nullptr) return;
+  std::string path =
+      std::string(folder) + "/" + std::to_string(getpid()) + ".watch";
+  size_t bytes = static_cast<size_t>(std::max(Setting("WATCH_MB", 256), 1L))
+                 << 20;
+  g_file = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
+  void* map = MAP_FAILED;
+  if (g_file >= 0 && ftruncate(g_file, static_cast<off_t>(bytes)) == 0) {
+    map = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, g_file, 0);
+  }
+  if (map == MAP_FAILED) {
+    fprintf(stderr, "watch: %s can't be written: %s\n", path.c_str(),
+            strerror(errno));
+    return;
+  }
+  g_process = getpid();
+  g_capacity = bytes / sizeof(Record) - 1;
+  g_records = static_cast<Record*>(map);
+  char arguments[1000] = {};
+  int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
+  ssize_t size = fd < 0 ? 0 : read(fd, arguments, sizeof(arguments));
+  if (fd >= 0) close(fd);
+  Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {g_check, g_trap}, arguments,
+      size_t(std::max<ssize_t>(size, 0)));
+  atexit(CloseFile);
+}
+
+// ---- What is known ----
+
+struct Region {
+  uint32_t id;
+  char* data;
+  size_t size;
+  uint64_t access;
+  bool device;  // memory that a processor can't read
+  struct fi_ops* real;
+  std::vector<char> open =
+      {};  // of each of its pages, PROT_READ or more: see WATCH_TRAP
+
+  bool Has(uintptr_t at) const {
+    return uintptr_t(data) <= at && at < uintptr_t(data) + size;
+  }
+};
+
+struct Endpoint {
+  uint16_t id;
+  uint16_t cq = 0, av = 0;
+  struct fi_ops* real = nullptr;
+  struct fi_ops_msg* msg = nullptr;
+  struct fi_ops_rma* rma = nullptr;
+  struct fi_ops_atomic* atomic = nullptr;
+  size_t refused = 0;     // posts since the last that found room
+  uint64_t op_flags = 0;  // for calls that have no flags
+};
+
+struct Piece {
+  char* data;
+  size_t size;
+};
+constexpr size_t kMostPieces = 8;
+
+struct Op {
+  uint32_t id;
+  What what;
+  Endpoint* ep;
+  size_t count;  // pieces
+  std::array<Piece, kMostPieces> pieces;
+  bool device;
+  uint64_t sum = 0;
+  std::vector<char> copy = {};  // of its first piece
+
+  char* data() const { return pieces[0].data; }
+  size_t size() const {
+    size_t sum = 0;
+    for (size_t i = 0; i < count; ++i) sum += pieces[i].size;
+    return sum;
+  }
+  bool Has(uintptr_t at) const {
+    return std::any_of(pieces.begin(), pieces.begin() + count,
+                       [&](const Piece& piece) {
+                         return uintptr_t(piece.data) <= at &&
+                                at < uintptr_t(piece.data) + piece.size;
+                       });
+  }
+  // Whether libfabric writes into it.
+  bool IsTarget() const { return what == kRecv || what == kRead; }
+};
+
+struct Queue {
+  uint16_t id;
+  size_t entry;  // bytes
+  struct fi_ops_cq* real;
+};
+
+struct AddressVector {
+  uint16_t id;
+  bool text;
+  struct fi_ops_av* real;
+};
+
+using Flight = std::multimap<uintptr_t, Op>;  // by their contexts
+
+std::mutex g_mutex;
+std::unordered_map<struct fid*, Endpoint> g_endpoints;
+std::unordered_map<struct fid*, Queue> g_queues;
+std::unordered_map<struct fid*, AddressVector> g_avs;
+std::unordered_map<struct fid*, struct fi_ops_fabric*> g_fabrics;
+struct Domain {
+  bool text;
+  struct fi_ops_domain* real;
+  struct fi_ops_mr* mr;
+  uint64_t op_flags;
+};
+std::unordered_map<struct fid*, Domain> g_domains;
+std::map<uintptr_t, std::pair<struct fid*, Region>>
+    g_regions;  // by id, which never repeats
+std::unordered_map<struct fid*, uintptr_t> g_region_ids;
+Flight g_flight;
+std::map<uintptr_t, uint32_t> g_buffers;  // what is in flight, by its address
+std::unordered_map<void*, uint32_t>
+    g_last;  // the last operation of each context
+// A function that is being called, by its code and by the end of its frame.
+using Owner = std::pair<void*, uintptr_t>;
+Owner OwnerOf(uintptr_t at);
+std::unordered_map<uint32_t, std::pair<uintptr_t, Owner>>
+    g_on_stack;  // by id of operation
+std::atomic<uintptr_t> g_lowest = UINTPTR_MAX,
+                       g_highest = 0;  // of regions and contexts
+uint32_t g_ops = 0, g_region_count = 0;
+uint16_t g_objects = 0;
+size_t g_name_size = 0;
+// How deep this thread is in libfabric: what that does itself is not the program's.
+thread_local int g_inside = 0;
+thread_local bool g_busy = false;  // with records of our own
+
+template <typename Table>
+Table* Replace(Table*& table) {
+  Table* real = table;
+  table = static_cast<Table*>(malloc(real->size));
+  memcpy(table, real, real->size);
+  return real;
+}
+
+struct Lock {
+  Lock() : guard(g_mutex) { g_busy = true; }
+  ~Lock() { g_busy = false; }
+  std::lock_guard<std::mutex> guard;
+};
+
+// Sums up a buffer: four sums beside each other, so that it is as fast as memory is.
+uint64_t Sum(const char* data, size_t size) {
+  uint64_t sums[4] = {size, 1, 2, 3};
+  size_t i = 0;
+  for (; i + 32 <= size; i += 32) {
+    for (size_t k = 0; k < 4; ++k) {
+      uint64_t word;
+      memcpy(&word, data + i + 8 * k, 8);
+      sums[k] = (sums[k] ^ word) * 0x9e3779b97f4a7c15u;
+      sums[k] ^= sums[k] >> 29;
+    }
+  }
+  for (; i < size; ++i)
+    sums[i % 4] = (sums[i % 4] ^ uint8_t(data[i])) * 0x100000001b3u;
+  return ((sums[0] * 31 + sums[1]) * 31 + sums[2]) * 31 + sums[3];
+}
+
+uint64_t Sum(const Op& op) {
+  uint64_t sum = 0;
+  for (size_t i = 0; i < op.count; ++i)
+    sum = sum * 31 + Sum(op.pieces[i].data, op.pieces[i].size);
+  return sum;
+}
+
+Region* RegionOf(uintptr_t at) {
+  for (auto& [id, item] : g_regions) {
+    if (item.second.Has(at)) return &item.second;
+  }
+  return nullptr;
+}
+
+void Widen(uintptr_t low, uintptr_t high) {
+  g_lowest = std::min(g_lowest.load(), low);
+  g_highest = std::max(g_highest.load(), high);
+}
+
+// ---- The stack ----
+
+// This thread's.
+struct Stack {
+  Stack() {
+    pthread_attr_t attr;
+    void* data = nullptr;
+    size_t size = 0;
+    if (pthread_getattr_np(pthread_self(), &attr) != 0) return;
+    pthread_attr_getstack(&attr, &data, &size);
+    pthread_attr_destroy(&attr);
+    low = uintptr_t(data);
+    high = low + size;
+  }
+  uintptr_t low = 0, high = 0;
+};
+
+bool IsOnStack(uintptr_t at) {
+  thread_local Stack stack;
+  return stack.low <= at && at < stack.high;
+}
+
+// Looks for the function whose frame has `at` in it.
+Owner OwnerOf(uintptr_t at) {
+  struct Search {
+    uintptr_t at;
+    Owner owner = {};
+    void* function = nullptr;
+  } search = {at};
+  _Unwind_Backtrace(
+      [](struct _Unwind_Context* context, void* arg) {
+        auto* search = static_cast<Search*>(arg);
+        uintptr_t low = _Unwind_GetCFA(context);
+        if (low > search->at) {
+          search->owner = {search->function, low};
+          return _URC_END_OF_STACK;
+        }
+        search->function = _Unwind_FindEnclosingFunction(
+            reinterpret_cast<void*>(_Unwind_GetIP(context)));
+        return _URC_NO_REASON;
+      },
+      &search);
+  return search.owner;
+}
+
+// Notes which operations use memory of functions that have returned by now.
+void CheckStack() {
+  if (g_on_stack.empty() || g_inside > 0) return;
+  Lock lock;
+  for (auto it = g_on_stack.begin(); it != g_on_stack.end();) {
+    auto [at, owner] = it->second;
+    if (IsOnStack(at) && OwnerOf(at) != owner) {
+      Log(Now(), kGone, 0, 0, it->first, {at});
+      it = g_on_stack.erase(it);
+    } else {
+      ++it;
+    }
+  }
+}
+
+// ---- Memory that can't be touched (WATCH_TRAP) ----
+
+constexpr uintptr_t kPage = 4096;
+std::atomic<int> g_files = 0;  // reads and writes of files that are under way
+
+// The whole pages of [begin, end) that belong to a region alone.
+bool Pages(const Region& region, uintptr_t& begin, uintptr_t& end) {
+  uintptr_t first = (uintptr_t(region.data) + kPage - 1) / kPage * kPage;
+  uintptr_t last = uintptr_t(region.data) + region.size;
+  // Memory that begins with a page has its last page to itself, too.
+  bool aligned = uintptr_t(region.data) % kPage == 0;
+  last = aligned ? (last + kPage - 1) / kPage * kPage : last / kPage * kPage;
+  begin = std::max(begin / kPage * kPage, first);
+  end = std::min((end + kPage - 1) / kPage * kPage, last);
+  return begin < end;
+}
+
+void Protect(uintptr_t begin, uintptr_t end, int protection) {
+  mprotect(reinterpret_cast<void*>(begin), end - begin, protection);
+}
+
+void ProtectOp(const Op& op, int protection) {
+  for (size_t i = 0; i < op.count; ++i) {
+    uintptr_t begin = uintptr_t(op.pieces[i].data),
+              end = begin + op.pieces[i].size;
+    const Region* region = RegionOf(begin);
+    if (region && !region->device && Pages(*region, begin, end))
+      Protect(begin, end, protection);
+  }
+}
+
+// Memory that others may READ or WRITE: what has not been touched since the last
+// completion can't be.
+void ProtectRegion(Region& region, bool on) {
+  if ((region.access & (FI_REMOTE_WRITE | FI_REMOTE_READ)) == 0 ||
+      region.device)
+    return;
+  uintptr_t begin = uintptr_t(region.data), end = begin + region.size;
+  if (!Pages(region, begin, end)) return;
+  if (!on) return Protect(begin, end, PROT_READ | PROT_WRITE);
+  region.open.resize((end - begin) / kPage);
+  for (size_t i = 0, next; i < region.open.size(); i = next) {
+    for (next = i + 1;
+         next < region.open.size() && region.open[next] == region.open[i];)
+      ++next;
+    Protect(begin + i * kPage, begin + next * kPage, region.open[i]);
+  }
+}
+
+void ProtectAll(bool on) {
+  Lock lock;
+  if (on && g_files > 0) return;
+  for (auto& [id, item] : g_regions) ProtectRegion(item.second, on);
+  for (auto& [context, op] : g_flight) {
+    ProtectOp(op, !on             ? PROT_READ | PROT_WRITE
+                  : op.IsTarget() ? PROT_NONE
+                                  : PROT_READ);
+  }
+}
+
+// Lives as long as libfabric works, which may touch everything.
+struct Inside {
+  Inside() {
+    if (++g_inside == 1 && g_trap) ProtectAll(false);
+  }
+  ~Inside() {
+    if (--g_inside == 0 && g_trap) ProtectAll(true);
+  }
+};
+
+// Is called when the program touches what it can't: notes it, and lets it.
+void HandleTrap(int signal_number, siginfo_t* info, void* context) {
+  auto at = uintptr_t(info->si_addr);
+  bool written = false;
+#ifdef __x86_64__
+  written = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_ERR] & 2;
+#endif
+  (void)context;
+  uint32_t id = 0, region_id = 0;
+  What what = {};
+  {
+    Lock lock;
+    for (auto& [key, op] : g_flight) {
+      if (op.Has(at) && (written || op.IsTarget())) id = op.id, what = op.what;
+    }
+    for (auto& [key, item] : g_regions) {
+      Region& region = item.second;
+      uintptr_t begin = uintptr_t(region.data), end = begin + region.size;
+      if (!Pages(region, begin, end) || at < begin || at >= end) continue;
+      region_id = region.id;
+      size_t page = (at - begin) / kPage;
+      int open = written ? PROT_READ | PROT_WRITE : PROT_READ;
+#ifndef __x86_64__
+      // Whether it was written is not known, so the second touch is the one that writes.
+      written = region.open.size() > page && region.open[page] == PROT_READ;
+      open = written ? PROT_READ | PROT_WRITE : PROT_READ;
+#endif
+      if (region.open.size() > page) region.open[page] = char(open);
+      Protect(begin + page * kPage, begin + (page + 1) * kPage, open);
+    }
+  }
+  if (region_id == 0) {  // it is a fault of the program's
+    signal(signal_number, SIG_DFL);
+    return;
+  }
+  std::string where;
+  void* frames[12];
+  for (int i = 0, depth = backtrace(frames, 12); i < depth; ++i) {
+    Dl_info from;
+    if (dladdr(frames[i], &from) == 0 || from.dli_fname == nullptr) continue;
+    char line[300];
+    snprintf(line, sizeof(line), "%s %zx\n", from.dli_fname,
+             uintptr_t(frames[i]) - uintptr_t(from.dli_fbase));
+    where += line;
+  }
+  Log(Now(), kTrap, what, 0, id, {at, region_id, written}, where.data(),
+      where.size());
+}
+
+void InstallTrap() {
+  static bool installed = false;
+  if (!g_trap || std::exchange(installed, true)) return;
+  void* frames[2];
+  backtrace(frames, 2);  // loads what it needs, which it can't in the handler
+  struct sigaction action = {};
+  action.sa_sigaction = HandleTrap;
+  action.sa_flags = SA_SIGINFO | SA_NODEFER;
+  sigaction(SIGSEGV, &action, nullptr);
+}
+
+// ---- Operations ----
+
+struct Remote {
+  uint64_t addr = 0, key = 0;
+  uint64_t data =
+      0;  // immediate data, or the first operand of an atomic operation
+  bool has_imm = false;
+  uint64_t atomic = 0;  // which one: enum fi_op
+};
+
+Op MakeOp(What what, const struct iovec* iov, size_t count) {
+  Op op = {0, what, nullptr, std::min(count, kMostPieces), {}, false};
+  for (size_t i = 0; i < op.count; ++i) {
+    op.pieces[i] = {static_cast<char*>(iov[i].iov_base), iov[i].iov_len};
+  }
+  return op;
+}
+Op MakeOp(What what, const void* data, size_t size) {
+  struct iovec iov = {const_cast<void*>(data), size};
+  return MakeOp(what, &iov, 1);
+}
+Op MakeOp(What what, const struct fi_ioc* ioc, size_t count, size_t width) {
+  std::array<struct iovec, kMostPieces> iov;
+  count = std::min(count, kMostPieces);
+  for (size_t i = 0; i < count; ++i)
+    iov[i] = {ioc[i].addr, ioc[i].count * width};
+  return MakeOp(what, iov.data(), count);
+}
+
+// Posts an operation, and writes it down.
+template <typename Call>
+ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
+             uint64_t flags, Remote remote, Call call) {
+  Endpoint* endpoint = &g_endpoints.at(&ep->fid);
+  if (g_inside > 0)
+    return call(*endpoint);  // one function of libfabric calls another
+  Inside inside;
+  uint64_t time = Now();
+  op.ep = endpoint;
+  bool inject = flags & FI_INJECT;
+  {
+    Lock lock;
+    op.id = ++g_ops;
+    const Region* region =
+        op.size() > 0 ? RegionOf(uintptr_t(op.data())) : nullptr;
+    op.device = region && region->device;
+  }
+  bool readable = !op.device && op.size() > 0;
+  bool summed =
+      readable && (op.what == kSend || (op.what == kWrite && g_check));
+  // Not again for each post that finds no room.
+  if (summed && endpoint->refused == 0) op.sum = Sum(op);
+  ssize_t ret = call(*endpoint);
+  uint8_t bits = op.what;
+  if (remote.has_imm) bits |= kHasImm;
+  if (flags & (FI_DELIVERY_COMPLETE | FI_MATCH_COMPLETE)) bits |= kDelivered;
+  if (inject) bits |= kInjected;
+  if (ret == -FI_EAGAIN) {
+    if (endpoint->refused++ == 0)
+      Log(time, kNoRoom, op.what, endpoint->id, 0, {op.size(), 0});
+    return ret;
+  }
+  if (endpoint->refused > 0) {
+    if (summed) op.sum = Sum(op);
+    Log(time, kNoRoom, op.what, endpoint->id, 0,
+        {op.size(), endpoint->refused});
+  }
+  endpoint->refused = 0;
+  bool shown = readable && op.what == kSend;
+  Log(time, kPost, bits, endpoint->id, op.id,
+      {uint64_t(op.data()), op.size(), peer, remote.addr, remote.key,
+       remote.data, op.sum, remote.atomic},
+      shown ? op.data() : nullptr, std::min(op.pieces[0].size, kShown));
+  for (size_t i = 1; i < op.count; ++i) {
+    Log(time, kPiece, op.what, endpoint->id, op.id,
+        {uint64_t(op.pieces[i].data), op.pieces[i].size});
+  }
+  if (ret != 0) {
+    const char* error = fi_strerror(int(-ret));
+    Log(Now(), kComplete, op.what, endpoint->id, op.id, {0, 0, uint64_t(-ret)},
+        error, strlen(error));
+    return ret;
+  }
+  if (inject) return ret;
+  if (readable && g_check && op.what != kRead && op.what != kAtomic) {
+    op.copy.assign(op.data(), op.data() + std::min(op.pieces[0].size, kCopied));
+  }
+  Lock lock;
+  g_last[context] = op.id;
+  if (op.size() > 0) g_buffers[uintptr_t(op.data())] = op.id;
+  uintptr_t places[] = {uintptr_t(context), uintptr_t(op.data())};
+  for (uintptr_t at : places) {
+    if (at == 0) continue;
+    if (IsOnStack(at)) {
+      g_on_stack[op.id] = {at, OwnerOf(at)};
+    } else {
+      Widen(at, at + 1);
+    }
+  }
+  g_flight.emplace(uintptr_t(context), std::move(op));
+  return ret;
+}
+
+What WhatOf(uint64_t flags) {
+  if (flags & FI_RECV) return kRecv;
+  if (flags & FI_SEND) return kSend;
+  if (flags & FI_ATOMIC) return kAtomic;
+  if (flags & FI_WRITE) return kWrite;
+  return flags & FI_READ ? kRead : What{};
+}
+
+// Writes down where a buffer is not as it was when it was posted. Of a RECV, only what is
+// behind its message has to be.
+void CheckChange(const Op& op, size_t length, uint64_t time) {
+  if (op.device || !g_check || op.size() == 0 || op.what == kRead ||
+      op.what == kAtomic)
+    return;
+  size_t from = op.what == kRecv ? std::min(length, op.copy.size()) : 0;
+  auto [was, is] = std::mismatch(op.copy.begin() + ptrdiff_t(from),
+                                 op.copy.end(), op.data() + from);
+  if (was != op.copy.end()) {
+    Log(time, kChanged, op.what, op.ep->id, op.id,
+        {uint64_t(was - op.copy.begin()), uint8_t(*was), uint8_t(*is), 1});
+  } else if (op.what != kRecv && op.size() > op.copy.size() &&
+             Sum(op) != op.sum) {
+    Log(time, kChanged, op.what, op.ep->id, op.id, {op.copy.size(), 0, 0, 0});
+  }
+}
+
+// Writes down a completion that the program is about to see.
+void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
+               uint64_t data, int error = 0, const char* text = nullptr) {
+  uint64_t time = Now();
+  if ((flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
+      !(flags & (FI_RECV | FI_WRITE)) && !error) {
+    Log(time, kNotice, 0, queue.id, 0, {data, size});
+    return;
+  }
+  Lock lock;
+  auto [begin, end] = g_flight.equal_range(uintptr_t(context));
+  auto found = end;
+  What what = WhatOf(flags);
+  // Of equal contexts, the one that was posted first.
+  for (auto it = begin; it != end; ++it) {
+    if (it->second.ep->cq != queue.id) continue;
+    if (what != What{} && it->second.what != what && !error) continue;
+    if (found == end || it->second.id < found->second.id) found = it;
+  }
+  if (found == end) {
+    auto last = g_last.find(context);
+    if (last != g_last.end())
+      Log(time, kTwice, what, queue.id, last->second, {});
+    return;
+  }
+  Op& op = found->second;
+  uint64_t sum = 0;
+  bool got = op.what == kRecv && !error && !op.device && op.size() > 0;
+  if (got && op.count == 1) sum = Sum(op.data(), std::min(size, op.size()));
+  bool word = op.what == kAtomic || (op.what == kRead && op.size() == 8);
+  if (word && !error && !op.device && op.size() >= 8)
+    memcpy(&sum, op.data(), 8);
+  if (!error) CheckChange(op, size, time);
+  const char* shown = error ? text : got ? op.data() : nullptr;
+  size_t length =
+      error ? strlen(text) : std::min({size, op.pieces[0].size, kShown});
+  Log(time, kComplete, op.what, op.ep->id, op.id,
+      {size, data, uint64_t(error), sum}, shown, shown ? length : 0);
+  g_on_stack.erase(op.id);
+  auto buffer = g_buffers.find(uintptr_t(op.data()));
+  if (buffer != g_buffers.end() && buffer->second == op.id)
+    g_buffers.erase(buffer);
+  if (g_trap) ProtectOp(op, PROT_READ | PROT_WRITE);
+  g_flight.erase(found);
+}
+
+// ---- The functions of a completion queue ----
+
+// Looks at what libfabric has put into the program's buffer.
+ssize_t Entries(struct fid_cq* cq, const void* buffer, ssize_t count) {
+  const Queue& queue = g_queues.at(&cq->fid);
+  for (ssize_t i = 0; i < count && g_inside == 1; ++i) {
+    struct fi_cq_data_entry entry = {};
+    memcpy(&entry, static_cast<const char*>(buffer) + size_t(i) * queue.entry,
+           std::min(queue.entry, sizeof(entry)));
+    Completed(queue, entry.op_context, entry.flags, entry.len, entry.data);
+  }
+  if (count > 0 && g_trap) {
+    Lock lock;
+    for (auto& [id, item] : g_regions)
+      std::fill(item.second.open.begin(), item.second.open.end(), 0);
+  }
+  return count;
+}
+
+ssize_t CqRead(struct fid_cq* cq, void* buffer, size_t count) {
+  CheckStack();
+  Inside inside;
+  return Entries(cq, buffer,
+                 g_queues.at(&cq->fid).real->read(cq, buffer, count));
+}
+ssize_t CqReadFrom(struct fid_cq* cq, void* buffer, size_t count,
+                   fi_addr_t* from) {
+  CheckStack();
+  Inside inside;
+  return Entries(cq, buffer,
+                 g_queues.at(&cq->fid).real->readfrom(cq, buffer, count, from));
+}
+ssize_t CqSread(struct fid_cq* cq, void* buffer, size_t count,
+                const void* until, int ms) {
+  CheckStack();
+  Inside inside;
+  return Entries(
+      cq, buffer,
+      g_queues.at(&cq->fid).real->sread(cq, buffer, count, until, ms));
+}
+ssize_t CqSreadFrom(struct fid_cq* cq, void* buffer, size_t count,
+                    fi_addr_t* from, const void* until, int ms) {
+  CheckStack();
+  Inside inside;
+  return Entries(cq, buffer,
+                 g_queues.at(&cq->fid).real->sreadfrom(cq, buffer, count, from,
+                                                       until, ms));
+}
+ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
+                  uint64_t flags) {
+  Inside inside;
+  const Queue& queue = g_queues.at(&cq->fid);
+  ssize_t ret = queue.real->readerr(cq, entry, flags);
+  if (ret == 1 && g_inside == 1) {
+    Completed(queue, entry->op_context, entry->flags, 0, 0,
+              std::max(entry->err, 1), fi_strerror(entry->err));
+  }
+  return ret;
+}
+
+// ---- The functions of an endpoint ----
+
+using Ep = struct fid_ep*;
+
+Endpoint& Of(Ep ep) { return g_endpoints.at(&ep->fid); }
+uint64_t Flags(Ep ep, uint64_t more = 0) { return Of(ep).op_flags | more; }
+
+ssize_t Recv(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
+             void* context) {
+  return Post(ep, MakeOp(kRecv, data, size), peer, context, 0, {},
+              [&](Endpoint& e) {
+                return e.msg->recv(ep, data, size, desc, peer, context);
+              });
+}
+ssize_t RecvV(Ep ep, const struct iovec* iov, void** desc, size_t count,
+              fi_addr_t peer, void* context) {
+  return Post(ep, MakeOp(kRecv, iov, count), peer, context, 0, {},
+              [&](Endpoint& e) {
+                return e.msg->recvv(ep, iov, desc, count, peer, context);
+              });
+}
+ssize_t RecvMsg(Ep ep, const struct fi_msg* m, uint64_t flags) {
+  return Post(ep, MakeOp(kRecv, m->msg_iov, m->iov_count), m->addr, m->context,
+              0, {}, [&](Endpoint& e) { return e.msg->recvmsg(ep, m, flags); });
+}
+ssize_t Send(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
+             void* context) {
+  return Post(ep, MakeOp(kSend, data, size), peer, context, Flags(ep), {},
+              [&](Endpoint& e) {
+                return e.msg->send(ep, data, size, desc, peer, context);
+              });
+}
+ssize_t SendV(Ep ep, const struct iovec* iov, void** desc, size_t count,
+              fi_addr_t peer, void* context) {
+  return Post(ep, MakeOp(kSend, iov, count), peer, context, Flags(ep), {},
+              [&](Endpoint& e) {
+                return e.msg->sendv(ep, iov, desc, count, peer, context);
+              });
+}
+ssize_t SendMsg(Ep ep, const struct fi_msg* m, uint64_t flags) {
+  return Post(ep, MakeOp(kSend, m->msg_iov, m->iov_count), m->addr, m->context,
+              flags, {},
+              [&](Endpoint& e) { return e.msg->sendmsg(ep, m, flags); });
+}
+ssize_t SendData(Ep ep, const void* data, size_t size, void* desc, uint64_t imm,
+                 fi_addr_t peer, void* context) {
+  return Post(ep, MakeOp(kSend, data, size), peer, context, Flags(ep), {},
+              [&](Endpoint& e) {
+                return e.msg->senddata(ep, data, size, desc, imm, peer,
+                                       context);
+              });
+}
+ssize_t Inject(Ep ep, const void* data, size_t size, fi_addr_t peer) {
+  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT, {},
+              [&](Endpoint& e) { return e.msg->inject(ep, data, size, peer); });
+}
+ssize_t InjectData(Ep ep, const void* data, size_t size, uint64_t imm,
+                   fi_addr_t peer) {
+  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT, {},
+              [&](Endpoint& e) {
+                return e.msg->injectdata(ep, data, size, imm, peer);
+              });
+}
+
+Remote RemoteOf(const struct fi_msg_rma* m, uint64_t flags) {
+  return {m->rma_iov->addr, m->rma_iov->key, m->data,
+          (flags & FI_REMOTE_CQ_DATA) != 0};
+}
+ssize_t Write(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
+              uint64_t addr, uint64_t key, void* context) {
+  return Post(ep, MakeOp(kWrite, data, size), peer, context, Flags(ep),
+              {addr, key}, [&](Endpoint& e) {
+                return e.rma->write(ep, data, size, desc, peer, addr, key,
+                                    context);
+              });
+}
+ssize_t WriteV(Ep ep, const struct iovec* iov, void** desc, size_t count,
+               fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
+  return Post(ep, MakeOp(kWrite, iov, count), peer, context, Flags(ep),
+              {addr, key}, [&](Endpoint& e) {
+                return e.rma->writev(ep, iov, desc, count, peer, addr, key,
+                                     context);
+              });
+}
+ssize_t WriteMsg(Ep ep, const struct fi_msg_rma* m, uint64_t flags) {
+  return Post(ep, MakeOp(kWrite, m->msg_iov, m->iov_count), m->addr, m->context,
+              flags, RemoteOf(m, flags),
+              [&](Endpoint& e) { return e.rma->writemsg(ep, m, flags); });
+}
+ssize_t WriteData(Ep ep, const void* data, size_t size, void* desc,
+                  uint64_t imm, fi_addr_t peer, uint64_t addr, uint64_t key,
+                  void* context) {
+  return Post(ep, MakeOp(kWrite, data, size), peer, context, Flags(ep),
+              {addr, key, imm, true}, [&](Endpoint& e) {
+                return e.rma->writedata(ep, data, size, desc, imm, peer, addr,
+                                        key, context);
+              });
+}
+ssize_t InjectWrite(Ep ep, const void* data, size_t size, fi_addr_t peer,
+                    uint64_t addr, uint64_t key) {
+  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr, FI_INJECT,
+              {addr, key}, [&](Endpoint& e) {
+                return e.rma->inject(ep, data, size, peer, addr, key);
+              });
+}
+ssize_t InjectWriteData(Ep ep, const void* data, size_t size, uint64_t imm,
+                        fi_addr_t peer, uint64_t addr, uint64_t key) {
+  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr, FI_INJECT,
+              {addr, key, imm, true}, [&](Endpoint& e) {
+                return e.rma->injectdata(ep, data, size, imm, peer, addr, key);
+              });
+}
+ssize_t Read(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
+             uint64_t addr, uint64_t key, void* context) {
+  return Post(ep, MakeOp(kRead, data, size), peer, context, Flags(ep),
+              {addr, key}, [&](Endpoint& e) {
+                return e.rma->read(ep, data, size, desc, peer, addr, key,
+                                   context);
+              });
+}
+ssize_t ReadV(Ep ep, const struct iovec* iov, void** desc, size_t count,
+              fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
+  return Post(ep, MakeOp(kRead, iov, count), peer, context, Flags(ep),
+              {addr, key}, [&](Endpoint& e) {
+                return e.rma->readv(ep, iov, desc, count, peer, addr, key,
+                                    context);
+              });
+}
+ssize_t ReadMsg(Ep ep, const struct fi_msg_rma* m, uint64_t flags) {
+  return Post(ep, MakeOp(kRead, m->msg_iov, m->iov_count), m->addr, m->context,
+              flags, RemoteOf(m, 0),
+              [&](Endpoint& e) { return e.rma->readmsg(ep, m, flags); });
+}
+
+Remote AtomicOf(uint64_t addr, uint64_t key, const void* operand,
+                enum fi_op what) {
+  Remote remote = {addr, key, 0, false, uint64_t(what)};
+  if (operand && what != FI_ATOMIC_READ)
+    memcpy(&remote.data, operand, sizeof(remote.data));
+  return remote;
+}
+Remote AtomicOf(const struct fi_msg_atomic* m) {
+  bool word = m->iov_count > 0 && m->datatype == FI_UINT64;
+  return AtomicOf(m->rma_iov->addr, m->rma_iov->key,
+                  word ? m->msg_iov->addr : nullptr, m->op);
+}
+// Its result is the memory of the program that it is about, or else its operand.
+ssize_t Atomic(Ep ep, const void* data, size_t count, void* desc,
+               fi_addr_t peer, uint64_t addr, uint64_t key,
+               enum fi_datatype type, enum fi_op what, void* context) {
+  return Post(ep, MakeOp(kAtomic, data, 8 * count), peer, context, Flags(ep),
+              AtomicOf(addr, key, data, what), [&](Endpoint& e) {
+                return e.atomic->write(ep, data, count, desc, peer, addr, key,
+                                       type, what, context);
+              });
+}
+ssize_t AtomicMsg(Ep ep, const struct fi_msg_atomic* m, uint64_t flags) {
+  return Post(ep, MakeOp(kAtomic, m->msg_iov, m->iov_count, 8), m->addr,
+              m->context, flags, AtomicOf(m),
+              [&](Endpoint& e) { return e.atomic->writemsg(ep, m, flags); });
+}
+ssize_t Fetch(Ep ep, const void* data, size_t count, void* desc, void* result,
+              void* rdesc, fi_addr_t peer, uint64_t addr, uint64_t key,
+              enum fi_datatype type, enum fi_op what, void* context) {
+  return Post(ep, MakeOp(kAtomic, result, 8 * count), peer, context, Flags(ep),
+              AtomicOf(addr, key, data, what), [&](Endpoint& e) {
+                return e.atomic->readwrite(ep, data, count, desc, result, rdesc,
+                                           peer, addr, key, type, what,
+                                           context);
+              });
+}
+ssize_t FetchMsg(Ep ep, const struct fi_msg_atomic* m, struct fi_ioc* result,
+                 void** rdesc, size_t count, uint64_t flags) {
+  return Post(ep, MakeOp(kAtomic, result, count, 8), m->addr, m->context, flags,
+              AtomicOf(m), [&](Endpoint& e) {
+                return e.atomic->readwritemsg(ep, m, result, rdesc, count,
+                                              flags);
+              });
+}
+ssize_t Compare(Ep ep, const void* data, size_t count, void* desc,
+                const void* expected, void* edesc, void* result, void* rdesc,
+                fi_addr_t peer, uint64_t addr, uint64_t key,
+                enum fi_datatype type, enum fi_op what, void* context) {
+  return Post(ep, MakeOp(kAtomic, result, 8 * count), peer, context, Flags(ep),
+              AtomicOf(addr, key, data, what), [&](Endpoint& e) {
+                return e.atomic->compwrite(ep, data, count, desc, expected,
+                                           edesc, result, rdesc, peer, addr,
+                                           key, type, what, context);
+              });
+}
+ssize_t CompareMsg(Ep ep, const struct fi_msg_atomic* m,
+                   const struct fi_ioc* expected, void** edesc, size_t ecount,
+                   struct fi_ioc* result, void** rdesc, size_t count,
+                   uint64_t flags) {
+  return Post(ep, MakeOp(kAtomic, result, count, 8), m->addr, m->context, flags,
+              AtomicOf(m), [&](Endpoint& e) {
+                return e.atomic->compwritemsg(ep, m, expected, edesc, ecount,
+                                              result, rdesc, count, flags);
+              });
+}
+
+int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
+  Endpoint& endpoint = g_endpoints.at(fid);
+  if (auto cq = g_queues.find(other); cq != g_queues.end())
+    endpoint.cq = cq->second.id;
+  if (auto av = g_avs.find(other); av != g_avs.end())
+    endpoint.av = av->second.id;
+  return endpoint.real->bind(fid, other, flags);
+}
+
+int EndpointControl(struct fid* fid, int command, void* arg) {
+  Inside inside;
+  Endpoint& endpoint = g_endpoints.at(fid);
+  int ret = endpoint.real->control(fid, command, arg);
+  if (command != FI_ENABLE || ret != 0 || endpoint.msg != nullptr) return ret;
+  // Not before: fi_enable is where a provider may still choose other functions.
+  auto* ep = reinterpret_cast<Ep>(fid);
+  endpoint.msg = Replace(ep->msg);
+  ep->msg->recv = Recv;
+  ep->msg->recvv = RecvV;
+  ep->msg->recvmsg = RecvMsg;
+  ep->msg->send = Send;
+  ep->msg->sendv = SendV;
+  ep->msg->sendmsg = SendMsg;
+  ep->msg->senddata = SendData;
+  ep->msg->inject = Inject;
+  ep->msg->injectdata = InjectData;
+  if (ep->rma) {
+    endpoint.rma = Replace(ep->rma);
+    ep->rma->read = Read;
+    ep->rma->readv = ReadV;
+    ep->rma->readmsg = ReadMsg;
+    ep->rma->write = Write;
+    ep->rma->writev = WriteV;
+    ep->rma->writemsg = WriteMsg;
+    ep->rma->writedata = WriteData;
+    ep->rma->inject = InjectWrite;
+    ep->rma->injectdata = InjectWriteData;
+  }
+  if (ep->atomic) {
+    endpoint.atomic = Replace(ep->atomic);
+    ep->atomic->write = Atomic;
+    ep->atomic->writemsg = AtomicMsg;
+    ep->atomic->readwrite = Fetch;
+    ep->atomic->readwritemsg = FetchMsg;
+    ep->atomic->compwrite = Compare;
+    ep->atomic->compwritemsg = CompareMsg;
+  }
+  char name[512];
+  size_t size = sizeof(name);
+  if (fi_getname(fid, name, &size) != 0) size = 0;
+  g_name_size = size;
+  Log(Now(), kEndpoint, 0, endpoint.id, 0, {endpoint.cq, endpoint.av}, name,
+      size);
+  InstallTrap();
+  return ret;
+}
+
+int EndpointClose(struct fid* fid) {
+  Inside inside;
+  Endpoint& endpoint = g_endpoints.at(fid);
+  int ret = endpoint.real->close(fid);
+  if (ret != 0) return ret;
+  Lock lock;
+  auto open = std::erase_if(g_flight, [&](const auto& item) {
+    const Op& op = item.second;
+    if (op.ep != &endpoint) return false;
+    if (g_trap) ProtectOp(op, PROT_READ | PROT_WRITE);
+    g_on_stack.erase(op.id);
+    g_buffers.erase(uintptr_t(op.data()));
+    return true;
+  });
+  Log(Now(), kEndpointClosed, 0, endpoint.id, 0, {uint64_t(open)});
+  // Whoever reads the queue now gets nothing of it, and its address may soon be another's.
+  g_endpoints.erase(fid);
+  return ret;
+}
+
+// ---- Registered memory ----
+
+int RegionClose(struct fid* fid) {
+  Inside inside;
+  uint64_t time = Now();
+  struct fi_ops* real;
+  {
+    Lock lock;
+    auto id = g_region_ids.extract(fid).mapped();
+    Region region = std::move(g_regions.extract(id).mapped().second);
+    for (auto& [context, op] : g_flight) {
+      if (op.size() > 0 && region.Has(uintptr_t(op.data()))) {
+        Log(time, kFlying, op.what, op.ep->id, op.id, {0, region.id});
+      }
+    }
+    if (g_trap) ProtectRegion(region, false);
+    Log(time, kRegionClosed, 0, 0, region.id, {});
+    real = region.real;
+  }
+  return real->close(fid);
+}
+
+int Registered(struct fid_mr** mr, const void* data, size_t size,
+               uint64_t access, bool device, int ret) {
+  if (ret != 0 || g_inside > 1) return ret;
+  Lock lock;
+  auto* at = static_cast<char*>(const_cast<void*>(data));
+  struct fid* fid = &(*mr)->fid;
+  uint32_t id = ++g_region_count;
+  g_region_ids[fid] = id;
+  g_regions.emplace(id, std::pair{fid, Region{id, at, size, access, device,
+                                              Replace(fid->ops)}});
+  fid->ops->close = RegionClose;
+  Widen(uintptr_t(at), uintptr_t(at) + size);
+  Log(Now(), kRegion, 0, 0, id,
+      {uint64_t(at), size, access, fi_mr_key(*mr), device});
+  return ret;
+}
+
+int RegAttr(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
+            struct fid_mr** mr) {
+  Inside inside;
+  int ret = g_domains.at(domain).mr->regattr(domain, attr, flags, mr);
+  return Registered(mr, attr->mr_iov->iov_base, attr->mr_iov->iov_len,
+                    attr->access, attr->iface != FI_HMEM_SYSTEM, ret);
+}
+int Reg(struct fid* domain, const void* data, size_t size, uint64_t access,
+        uint64_t offset, uint64_t key, uint64_t flags, struct fid_mr** mr,
+        void* context) {
+  Inside inside;
+  int ret = g_domains.at(domain).mr->reg(domain, data, size, access, offset,
+                                         key, flags, mr, context);
+  return Registered(mr, data, size, access, false, ret);
+}
+int RegV(struct fid* domain, const struct iovec* iov, size_t count,
+         uint64_t access, uint64_t offset, uint64_t key, uint64_t flags,
+         struct fid_mr** mr, void* context) {
+  Inside inside;
+  int ret = g_domains.at(domain).mr->regv(domain, iov, count, access, offset,
+                                          key, flags, mr, context);
+  return Registered(mr, iov->iov_base, iov->iov_len, access, false, ret);
+}
+
+// ---- What else touches memory ----
+
+// libfabric's own function of that name, or the C library's.
+template <typename Function>
+Function* Real(const char* name, Function*) {
+  return reinterpret_cast<Function*>(dlsym(RTLD_NEXT, name));
+}
+
+bool IsWatched(uintptr_t at, size_t size) {
+  return at < g_highest && g_lowest < at + size;
+}
+
+// Notes that memory is given back which is registered, or in flight, or holds the record
+// of an operation that is.
+void Freed(const void* data, size_t size) {
+  auto at = uintptr_t(data);
+  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0 || g_busy)
+    return;
+  Lock lock;
+  for (auto& [id, item] : g_regions) {
+    Region& region = item.second;
+    if (region.device || uintptr_t(region.data) + region.size <= at ||
+        at + size <= uintptr_t(region.data)) {
+      continue;
+    }
+    Log(Now(), kFreed, 0, 0, region.id, {});
+    if (g_trap) ProtectRegion(region, false), region.access = 0;
+  }
+  for (auto op = g_flight.lower_bound(at);
+       op != g_flight.end() && op->first < at + size; ++op) {
+    Log(Now(), kFlying, op->second.what, op->second.ep->id, op->second.id, {2});
+  }
+  for (auto op = g_buffers.lower_bound(at);
+       op != g_buffers.end() && op->first < at + size; ++op) {
+    Log(Now(), kFlying, 0, 0, op->second, {1});
+  }
+}
+
+VISIBLE void __libc_free(void*);
+VISIBLE void free(void* data) {
+  if (data != nullptr && g_records != nullptr)
+    Freed(data, malloc_usable_size(data));
+  __libc_free(data);
+}
+VISIBLE int munmap(void* data, size_t size) {
+  static auto* real = Real("munmap", munmap);
+  Freed(data, size);
+  return real(data, size);
+}
+
+// Does what reads or writes a file, and notes if the memory is registered.
+template <typename Call>
+ssize_t File(const void* data, size_t size, uint8_t into, Call call) {
+  auto at = uintptr_t(data);
+  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0 || g_busy)
+    return call();
+  bool registered;
+  uint32_t flying = 0;
+  {
+    Lock lock;
+    registered = RegionOf(at) != nullptr;
+    if (registered && g_trap &&
+        ++g_files == 1) {  // the kernel would not call our handler
+      for (auto& [id, item] : g_regions) ProtectRegion(item.second, false);
+      for (auto& [context, op] : g_flight)
+        ProtectOp(op, PROT_READ | PROT_WRITE);
+    }
+    if (auto op = g_buffers.find(at); op != g_buffers.end())
+      flying = op->second;
+  }
+  if (!registered) return call();
+  uint64_t time = Now();
+  ssize_t ret = call();
+  Log(time, kTouch, into, 0, flying, {at, size, Now()});
+  if (g_trap) --g_files;
+  return ret;
+}
+VISIBLE ssize_t pread(int fd, void* data, size_t size, off_t at) {
+  static auto* real = Real("pread", pread);
+  return File(data, size, 1, [&] { return real(fd, data, size, at); });
+}
+VISIBLE ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
+  static auto* real = Real("pwrite", pwrite);
+  return File(data, size, 0, [&] { return real(fd, data, size, at); });
+}
+VISIBLE ssize_t read(int fd, void* data, size_t size) {
+  static auto* real = Real("read", read);
+  return File(data, size, 1, [&] { return real(fd, data, size); });
+}
+VISIBLE ssize_t write(int fd, const void* data, size_t size) {
+  static auto* real = Real("write", write);
+  return File(data, size, 0, [&] { return real(fd, data, size); });
+}
+
+// ---- Opening ----
+
+int AvInsert(struct fid_av* av, const void* address, size_t count,
+             fi_addr_t* number, uint64_t flags, void* context) {
+  Inside inside;
+  const AddressVector& vector = g_avs.at(&av->fid);
+  int ret = vector.real->insert(av, address, count, number, flags, context);
+  // An address is as long as the name of an endpoint of ours is, or a text.
+  size_t size =
+      vector.text ? strlen(static_cast<const char*>(address)) + 1 : g_name_size;
+  if (ret == 1 && count == 1 && number) {
+    Log(Now(), kPeer, 0, vector.id, 0, {*number}, address, size);
+  }
+  return ret;
+}
+
+int OpenAv(struct fid_domain* domain, struct fi_av_attr* attr,
+           struct fid_av** av, void* context) {
+  Inside inside;
+  const Domain& known = g_domains.at(&domain->fid);
+  int ret = known.real->av_open(domain, attr, av, context);
+  if (ret != 0 || g_inside > 1) return ret;
+  g_avs[&(*av)->fid] = {++g_objects, known.text, Replace((*av)->ops)};
+  (*av)->ops->insert = AvInsert;
+  return ret;
+}
+
+int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
+                 struct fid_ep** ep, void* context) {
+  Inside inside;
+  int ret =
+      g_domains.at(&domain->fid).real->endpoint(domain, info, ep, context);
+  if (ret != 0 || g_inside > 1) return ret;
+  Endpoint endpoint = {.id = ++g_objects, .real = Replace((*ep)->fid.ops)};
+  if (info->tx_attr) endpoint.op_flags = info->tx_attr->op_flags;
+  (*ep)->fid.ops->bind = EndpointBind;
+  (*ep)->fid.ops->control = EndpointControl;
+  (*ep)->fid.ops->close = EndpointClose;
+  g_endpoints[&(*ep)->fid] = endpoint;
+  return 0;
+}
+
+int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
+           struct fid_cq** cq, void* context) {
+  Inside inside;
+  int ret = g_domains.at(&domain->fid).real->cq_open(domain, attr, cq, context);
+  if (ret != 0 || g_inside > 1) return ret;
+  size_t sizes[] = {8, 8, sizeof(struct fi_cq_msg_entry),
+                    sizeof(struct fi_cq_data_entry),
+                    sizeof(struct fi_cq_tagged_entry)};
+  g_queues[&(*cq)->fid] = {++g_objects, sizes[attr->format],
+                           Replace((*cq)->ops)};
+  (*cq)->ops->read = CqRead;
+  (*cq)->ops->readfrom = CqReadFrom;
+  (*cq)->ops->sread = CqSread;
+  (*cq)->ops->sreadfrom = CqSreadFrom;
+  (*cq)->ops->readerr = CqReadErr;
+  return 0;
+}
+
+int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
+               struct fid_domain** domain, void* context) {
+  Inside inside;
+  int ret = g_fabrics.at(&fabric->fid)->domain(fabric, info, domain, context);
+  if (ret != 0 || g_inside > 1) return ret;
+  Domain known = {info->addr_format == FI_ADDR_STR, Replace((*domain)->ops),
+                  Replace((*domain)->mr), 0};
+  (*domain)->ops->endpoint = OpenEndpoint;
+  (*domain)->ops->cq_open = OpenCq;
+  (*domain)->ops->av_open = OpenAv;
+  (*domain)->mr->reg = Reg;
+  (*domain)->mr->regv = RegV;
+  (*domain)->mr->regattr = RegAttr;
+  g_domains[&(*domain)->fid] = known;
+  return 0;
+}
+
+VISIBLE int fi_fabric(struct fi_fabric_attr* attr, struct fid_fabric** fabric,
+                      void* context) {
+  if (g_inside > 0) {  // a provider is built upon another, as ofi_rxm upon tcp
+    static void* library = dlopen("libfabric.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    return reinterpret_cast<decltype(&fi_fabric)>(dlsym(library, "fi_fabric"))(
+        attr, fabric, context);
+  }
+  OpenFile();
+  // The traps would see what these do outside of the program's calls.
+  if (attr->prov_name &&
+      (strstr(attr->prov_name, "shm") || strstr(attr->prov_name, "sockets"))) {
+    g_trap = false;
+  }
+  Inside inside;
+  int ret = Real("fi_fabric", fi_fabric)(attr, fabric, context);
+  if (ret != 0) return ret;
+  g_fabrics[&(*fabric)->fid] = Replace((*fabric)->ops);
+  (*fabric)->ops->domain = OpenDomain;
+  return ret;
+}

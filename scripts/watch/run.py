@@ -1,0 +1,181 @@
+#!/usr/bin/env python3
+"""Runs the server and the client of a program with the recorder, and shows who owned what
+when, and what was wrong in that (make watch-6, make watch-mine).
+
+Usage: scripts/watch/run.py [-o FOLDER] [-s ARGUMENT]... [-n CLIENTS] [-p PROGRAM] PROGRAM
+                            [CLIENT_ARGUMENT...]
+  -o  where the records and pictures go (build/watch/NAME)
+  -s  an argument of the server
+  -n  clients at once (1)
+  -p  the clients' program, if it is another one
+  -q  prints only what was found
+  -t  seconds, after which both are ended (60)
+What the environment has goes to both, LD_PRELOAD too: watch.so is in front of it.
+
+Exits with the status of the client, with 1 if a rule was broken."""
+
+import argparse
+import glob
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, HERE)
+import draw  # noqa: E402
+import model  # noqa: E402
+
+BUILD = os.environ.get("BUILD") or "build"
+
+
+class Running:
+    """A process, and what it has printed."""
+    def __init__(self, command, name, folder, quiet):
+        behind = os.environ.get("LD_PRELOAD")
+        preload = [os.path.abspath(f"{BUILD}/watch.so"), *([behind] if behind else [])]
+        env = os.environ | {"WATCH": folder, "LD_PRELOAD": " ".join(preload)}
+        self.lines = []
+        self.popen = subprocess.Popen(command, env=env, text=True, errors="replace",
+                                      stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        self.thread = threading.Thread(target=self.read, args=(name, quiet), daemon=True)
+        self.thread.start()
+
+    def read(self, name, quiet):
+        for line in self.popen.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if not quiet:
+                print(f"{name} | {line}", end="", flush=True)
+
+    def address(self):
+        """What the server has printed for its clients, or None."""
+        lines = list(self.lines)
+        for before, line in zip(lines, lines[1:]):
+            if before.startswith("Run the client"):
+                return re.search(r"\b[0-9a-f]{16,}\b", line)[0]
+        return None
+
+    def end(self, seconds):
+        """Waits for it, and ends it at last: as Ctrl-C does, then for good."""
+        try:
+            self.popen.wait(max(seconds, 0.1))
+        except subprocess.TimeoutExpired:
+            self.popen.terminate()
+            try:
+                self.popen.wait(5)
+            except subprocess.TimeoutExpired:
+                self.popen.kill()
+                self.popen.wait()
+        self.thread.join(5)
+
+
+def run(options, folder, scratch):
+    """Runs them all. Returns the first client's status that is not 0, or 0."""
+    name = os.path.basename(options.program)
+    arguments, server_arguments = options.arguments, options.s
+    # As much as a picture can show.
+    small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"]}
+    if not arguments:
+        arguments = next((some for start, some in small.items() if name.startswith(start)), [])
+    if name.startswith("9_"):
+        server_arguments = server_arguments or [os.path.join(scratch, "received")]
+        os.makedirs(server_arguments[0], exist_ok=True)
+        if not arguments:  # few slots: one can follow each of them
+            arguments = [os.path.join(scratch, "demo.bin"), "4"]
+            with open(arguments[0], "wb") as file:
+                file.write(os.urandom(12_000_000))
+    end = time.monotonic() + options.t
+    server = Running([options.program, *server_arguments], "server", folder, options.q)
+    clients = []
+    try:
+        while server.address() is None:
+            if server.popen.poll() is not None or time.monotonic() > end:
+                server.end(0)
+                if options.q:
+                    print(*server.lines, sep="\n", file=sys.stderr)
+                sys.exit("error: the server has printed no address")
+            time.sleep(0.02)
+        command = [options.p or options.program, server.address(), *arguments]
+        for number in range(options.n):
+            label = "client" if options.n == 1 else f"client {number + 1}"
+            clients.append(Running(command, label, folder, options.q))
+        for client in clients:
+            client.end(end - time.monotonic())
+        time.sleep(0.2)  # what the server still has to do for them
+    except KeyboardInterrupt:
+        pass  # what there is, is drawn
+    finally:
+        for process in (*clients, server):
+            if process.popen.poll() is None:
+                process.popen.terminate()
+        for process in (*clients, server):
+            process.end(10)
+    return next((client.popen.returncode for client in clients if client.popen.returncode), 0)
+
+
+def show(folder, source, quiet=False):
+    """Draws the run in a folder, and prints what was found. Returns whether a rule was
+    broken."""
+    found = model.load(folder, source)
+    if found is None:
+        sys.exit(f"error: {folder} has no records: was WATCH set to it, and LD_PRELOAD to "
+                 f"{BUILD}/watch.so?")
+    lines = draw.write(found, folder)
+    if not quiet:
+        print()
+        short = draw.shortened(lines)
+        limit = 100
+        print(*short[:limit], sep="\n")
+        if len(short) > limit:
+            print(f"{'':15}  … and {len(short) - limit} lines more; all are in {folder}/trace.txt")
+        print()
+    print(*draw.summary(found), sep="\n")
+    print(f"Picture: {folder}/page.html (also picture.svg, trace.txt and, for "
+          "ui.perfetto.dev, trace.json)")
+    return bool(found.wrongs)
+
+
+def source_of(program):
+    """The source of a program, or of the one whose variant it is."""
+    name = os.path.basename(program)
+    for candidate in (f"{os.path.dirname(program)}/{name}.cpp", f"src/{name}.cpp"):
+        if os.path.exists(candidate):
+            return candidate
+    return ""
+
+
+def main():
+    parser = argparse.ArgumentParser(usage=__doc__)
+    parser.add_argument("-o", default="")
+    parser.add_argument("-s", action="append", default=[])
+    parser.add_argument("-n", type=int, default=1)
+    parser.add_argument("-p", default="")
+    parser.add_argument("-q", action="store_true")
+    parser.add_argument("-t", type=float, default=60)
+    parser.add_argument("program")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER)
+    options = parser.parse_args()
+    if not os.path.exists(options.program):  # a folder of records: make watch DIR=...
+        sys.exit(f"error: there is no {options.program}")
+    if os.path.isdir(options.program):
+        sys.exit(show(options.program, source_of(options.arguments[0])
+                      if options.arguments else "", options.q))
+    folder = options.o or f"{BUILD}/watch/{os.path.basename(options.program)}"
+    os.makedirs(folder, exist_ok=True)
+    for old in glob.glob(f"{folder}/*.watch"):
+        os.unlink(old)
+    scratch = tempfile.mkdtemp()
+    try:
+        status = run(options, folder, scratch)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    wrong = show(folder, source_of(options.program), options.q)
+    sys.exit(1 if wrong else status)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,13 +8,14 @@ import re
 import shutil
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
 
 from chapters import Page, read
-from harness import (BUILD, PROVIDERS, First, Server, is_here, provider_in,
-                     write_source)
+from harness import (BUILD, PROVIDERS, First, Server, is_here, owned_shm_files,
+                     provider_in, write_source)
 from marks import ends_in_a_rendezvous
 from repository import QUICKLY, ROOT, make, number
 
@@ -96,14 +97,19 @@ def test_5_reverse_killed(run, tmp_path):
     make("-C", str(tmp_path), *QUICKLY, "build/5_reverse")
     server = Server(run, f"{tmp_path}/build", "5_reverse",
                     "shm" if "shm" in PROVIDERS else "")
+    # Nobody reads what it prints, so it stands still.
     still = subprocess.Popen(
-        ["timeout", "-s", "KILL", "2", server.path, server.address, "x" * 65528],
-        stdout=subprocess.PIPE,
+        [server.path, server.address, "x" * 65528], stdout=subprocess.PIPE,
         env={**os.environ, **({"FI_PROVIDER": "shm"} if "shm" in PROVIDERS else {})})
+    killing = threading.Timer(2, still.kill)
+    killing.start()
     server.process.wait_for(r"^\[1\] Received CONNECT")
     server.check_client()
-    still.wait()
+    killing.join()
     still.communicate()
+    # A later process with the same number would find them in use.
+    for name in owned_shm_files([still.pid]):
+        os.unlink(f"/dev/shm/{name}")
     server.process.wait_for(r"^\[1\] error: ", 30)
     if "shm" in PROVIDERS:
         server.process.wait_for(f"^{re.escape(printed)}$")

@@ -24,7 +24,7 @@ for state in "$move" "$before"; do
 done
 
 compare() {  # STATE [GIT_OPTION...]
-  git diff --no-index --patience -w --ignore-blank-lines -I '^[[:space:]]*//' "${@:2}" \
+  git diff --no-index --patience -w -I '^[[:space:]]*(//|$)' "${@:2}" \
     "$mine" "$dir/$1.cpp" || [ $? -eq 1 ]
 }
 

@@ -286,8 +286,10 @@ moves:
 
 # For those who type a move: make type-5.3 makes src/my_5.cpp as it is before the move
 # (FORCE=1: also if that is there), make typed-5.3 compares it with what it should be.
-type-% typed-%:
+type-%:
 	@FORCE='$(FORCE)' scripts/moves/type.sh $@
+typed-%:
+	@scripts/moves/type.sh $@
 
 lint:
 	@scripts/install-deps.sh lint

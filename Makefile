@@ -82,9 +82,9 @@ ifneq ($(CUDA_LIB),)
 $(USE_GPUS:%=$(BUILD)/%): CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
 $(USE_GPUS:%=$(BUILD)/%): CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
 # Those after the moves are known only once they are there.
-$(MOVES:%=$(BUILD)/%): CUDA_CXXFLAGS = $(if $(shell grep USE_CUDA $<),\
+$(MOVES:%=$(BUILD)/%): CUDA_CXXFLAGS = $(if $(shell grep -s USE_CUDA $<),\
   -DUSE_CUDA -isystem $(CUDA_HOME)/include)
-$(MOVES:%=$(BUILD)/%): CUDA_LIBS = $(if $(shell grep USE_CUDA $<),\
+$(MOVES:%=$(BUILD)/%): CUDA_LIBS = $(if $(shell grep -s USE_CUDA $<),\
   $(CUDA_LIB) -ldl -lrt -lpthread)
 endif
 
@@ -286,8 +286,10 @@ moves:
 
 # For those who type a move: make type-5.3 makes src/my_5.cpp as it is before the move
 # (FORCE=1: also if that is there), make typed-5.3 compares it with what it should be.
-type-% typed-%:
+type-%:
 	@FORCE='$(FORCE)' scripts/moves/type.sh $@
+typed-%:
+	@scripts/moves/type.sh $@
 
 lint:
 	@scripts/install-deps.sh lint

@@ -302,15 +302,16 @@ def resolve(mine, base, theirs, insert, said):
             if before is not None and after == before + 1:
                 result[after:after] = new
             elif before is None and after is None:
-                said["not here"] += new
+                said["not here"] += [(line, mine) for line in new]
             else:
-                said["unclear"] += new
+                said["unclear"] += [(line, mine) for line in new]
                 if insert:
                     where = before + 1 if before is not None else after
                     result[where:where] = new
         elif not there:
-            # If it has lines of its own in that place, they may need the same.
-            said["not here" if mine == [] else "look"] += new or base[i1:i2]
+            # Lines that it has of its own in that place may need the same.
+            for line in new or base[i1:i2]:
+                said["look" if mine else "not here"].append((line, mine))
         elif len(there) == i2 - i1 == there[-1] - there[0] + 1:
             result[there[0]:there[-1] + 1] = new
         else:
@@ -344,14 +345,18 @@ def carried(mine, changes):
         error = "it has conflicts" if CONFLICT.search(text) else compile_error(text)
         if not error or not said["unclear"]:
             break
-    # What one change could not do, the other has done.
     there = lines_of(text)
-    says = [f"    {what}: {line.strip()}" for kind, what in [
-        ("not here", "not in this move yet"),
-        ("look", "LOOK, left out where the move has lines of its own"),
-        ("unclear", f"LOOK, {'put in' if insert else 'left out'}, because it compiles so")]
-            for line in said[kind]
-            if line.strip() and (kind == "unclear" or line not in there)]
+    unchanged = {*lines_of(mine)} & {*there}
+    says = []
+    for kind, what in [("not here", "not in this move yet"),
+                       ("look", "LOOK, left out where the move has lines of its own"),
+                       ("unclear", f"LOOK, {'put in' if insert else 'left out'}, because "
+                                   "it compiles so")]:
+        for line, own in said[kind]:
+            # What one change could not do, the other has done.
+            if line.strip() and (kind == "unclear" or line not in there):
+                done = kind == "look" and not {*own} <= unchanged
+                says.append(f"    {'done otherwise' if done else what}: {line.strip()}")
     return text, says, error
 
 
@@ -369,6 +374,8 @@ def carry(step, rev="HEAD", root=ROOT):
     old = apply_all(step, source(before, root, rev), root)
     if old[-1] != source(step, root, rev):
         raise ValueError(f"at {rev} the moves did not end in src/{step}.cpp either")
+    if error := compile_error(new_last):
+        raise ValueError(f"src/{step}.cpp does not compile: {error}")
     moves = patches(step, root)
     names = renamed(old[0], new_first) | renamed(old[-1], new_last)
     names = {p: q for p, q in names.items()

@@ -23,9 +23,9 @@ for state in "$move" "$before"; do
   python3 scripts/moves/moves.py state "$state" "$dir/$state.cpp"
 done
 
-compare() {  # STATE [GIT_OPTION...]
-  git diff --no-index --patience -w --ignore-blank-lines -I '^[[:space:]]*//' "${@:2}" \
-    "$mine" "$dir/$1.cpp" || [ $? -eq 1 ]
+same_as() {  # STATE
+  diff -qw <(grep -vE '^\s*(//|$)' "$mine") <(grep -vE '^\s*(//|$)' "$dir/$1.cpp") \
+    >/dev/null
 }
 
 if [ "$what" = typed ]; then
@@ -33,20 +33,22 @@ if [ "$what" = typed ]; then
     echo "error: there is no $mine; make type-$move makes it" >&2
     exit 2
   }
-  compare "$move" --color=auto >"$dir/diff"
-  if [ -s "$dir/diff" ]; then
-    echo "$mine is not yet what it should be after move $move; it lacks +, has too much -:"
-    tail -n +5 "$dir/diff"
-  else
+  if same_as "$move"; then
     echo "$mine is what it should be after move $move."
+    exit
   fi
+  echo "$mine is not yet what it should be after move $move; it lacks +, has too much -:"
+  # It exits with 1 for files that differ. Its first lines are about the files.
+  { git diff --no-index --patience -w --ignore-blank-lines -I '^[[:space:]]*//' \
+    --color="$([ -t 1 ] && echo always || echo never)" "$mine" "$dir/$move.cpp" ||
+    [ $? -eq 1 ]; } | tail -n +5
   exit
 fi
 
 if [ ! -f "$mine" ] || [ -n "${FORCE:-}" ]; then
   cp "$dir/$before.cpp" "$mine"
   echo "$mine is the program before move $move now."
-elif [ -z "$(compare "$before")" ]; then
+elif same_as "$before"; then
   echo "$mine is the program before move $move already."
 else
   echo "error: $mine is there already; make type-$move FORCE=1 writes over it" >&2

@@ -2,7 +2,10 @@
 the tool that makes and keeps them, in a small repository."""
 
 import functools
+import os
 import re
+import shutil
+import subprocess
 import typing
 
 import pytest
@@ -312,3 +315,35 @@ def test_carry_a_conflict(repo):
     assert status == 0 and "taken from build/moves/carry" in output, error
     assert moves.states("5_two", repo.folder)[1] == resolved
     assert not path.exists() and moves.head("5_two", 1, repo.folder) == HEAD
+
+
+def test_make(repo):
+    """What a reader does with a move: builds it, looks at it, types it."""
+    for file in "Makefile", "scripts/diff.sh", "scripts/moves/type.sh":
+        shutil.copy(f"{ROOT}/{file}", repo.folder / file)
+
+    def make_it(*arguments):
+        done = subprocess.run(
+            ["make", "BUILD=build", "CUDA_HOME=", *arguments], cwd=repo.folder, text=True,
+            check=False, capture_output=True, env={**os.environ, "CXXFLAGS": "-O0"})
+        return done.stdout if done.returncode == 0 else done.stderr
+
+    assert "-o build/5.1 " in make_it("5.1") and "-o" not in make_it("5.1")
+    assert subprocess.run(repo.folder / "build/5.1", check=False).returncode == 3
+    assert make_it("moves").startswith("5.1   twice ")
+    lines = make_it("diff-5.1").splitlines()
+    assert lines[0] == "Twice: a function." and "+int Twice(int number) {" in lines
+    assert "there is no move 5.3; there are: 5.1 5.2" in make_it("diff-5.3")
+
+    mine = repo.path("my_5")
+    assert "make type-5.2 makes it" in make_it("typed-5.2")
+    assert "make my_5 " in make_it("type-5.2") and mine.read_text() == FIRST
+    assert "+  int result = 2;" in make_it("typed-5.2").splitlines()
+    # As somebody may type it.
+    mine.write_text(LAST.replace("  ", "    ").replace("\n\n", "\n// Here:\n"))
+    assert "my_5.cpp is what it should be after move 5.2." in make_it("typed-5.2")
+    typed = mine.read_text()
+    assert "make type-5.2 FORCE=1 writes over it" in make_it("type-5.2")
+    assert mine.read_text() == typed
+    make_it("type-5.2", "FORCE=1")
+    assert mine.read_text() == FIRST

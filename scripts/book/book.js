@@ -135,7 +135,7 @@ function beside() {
                     size: $(".size", program)?.innerHTML, rows: [...code.childNodes],
                     passages: JSON.parse($("#passages").textContent),
                     names: JSON.parse($("#names").textContent)};
-  const moves = new Map(JSON.parse($("#moves")?.textContent || "[]").map(move =>
+  const moves = new Map(JSON.parse($("#program-moves")?.textContent || "[]").map(move =>
     [move.name, move]));
   let shown = finished;  // one of these
   let folds = $$("details.old", code), count = $$("[id^=L]", code).length;
@@ -175,7 +175,7 @@ function beside() {
     }).join("") + move.map});
     move.rows = [...template.content.childNodes];
     move.map = move.rows.pop();
-    move.head = finished.head + ", after " + move.name;
+    move.head = `After ${move.name}: ${finished.head}`;
   }
 
   // Shows it, or, without a name, the finished program.
@@ -211,11 +211,17 @@ function beside() {
     light("");
     turn(only ? "" : at);
     which();
-    if (only || !at) return;
-    const first = excerpts.find(excerpt => excerpt.dataset.move === at);
-    const row = $("[id^=L].new", code);
-    if (first) centre(...ranges(first.dataset.lines)[0]);
+    if (only) return;
+    const near = at ? excerpts.find(excerpt => excerpt.dataset.move === at) : lastAbove(middle());
+    const row = at && $("[id^=L].new", code);
+    if (near) centre(...ranges(there(near))[0]);
     else if (row) centre(row.id.slice(1), row.id.slice(1));
+  }
+
+  // The last excerpt above this height of which something is shown.
+  function lastAbove(eye) {
+    return excerpts.filter(known => known.getBoundingClientRect().top < eye).reverse()
+      .find(there);
   }
 
   // The switch: what can be chosen now, and what is.
@@ -251,6 +257,12 @@ function beside() {
         if (found.at(-1)?.[1] === number - 1) found.at(-1)[1] = number;
         else found.push([number, number]);
     return found.map(range => range.join("-")).join(",");
+  }
+
+  // An excerpt's lines in what is shown.
+  function there(excerpt) {
+    const {move = "", lines} = excerpt.dataset;
+    return move === shown.name ? lines : shown.name ? "" : inFinished(move, lines);
   }
 
   // Shows that of which an element has lines, and returns these. With the switch at the
@@ -602,12 +614,10 @@ function beside() {
     if (!element) {
       // As if one had read on until here. Before all excerpts, the first one comes next.
       const eye = place ? place.getBoundingClientRect().top : middle();
-      const those = excerpts.filter(known => (known.dataset.move || "") === shown.name);
-      const last = those.filter(known => known.getBoundingClientRect().top < eye).at(-1)
-        || place && those[0];
+      const last = lastAbove(eye) || place && excerpts.find(there);
       if (!last || !place && reading) return;
       light("");
-      centre(...ranges(last.dataset.lines)[0]);
+      centre(...ranges(there(last))[0]);
       say("");
     } else if (element.matches(".excerpt")) {
       reading = null;

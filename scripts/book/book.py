@@ -537,7 +537,7 @@ class Chapter:
             only_here = [line for line in block.lines
                          if line.lstrip("+- ") not in self.finished_lines]
             if only_here:
-                self.find(" ".join(only_here))
+                self.find(" ".join(only_here), self.program.ids[block.line])
 
     def code(self, tokens, at):
         """Code within the text. The first mention of a name gets a place of its own, to
@@ -601,7 +601,7 @@ class Chapter:
                      '<button type="button" data-which="finished" aria-pressed="true" '
                      'title="The program at the end of the chapter (f)">Finished</button>'
                      f"</span>{views}")
-            told = ('<script type="application/json" id="moves">'
+            told = ('<script type="application/json" id="program-moves">'
                     + to_json([self.move_for_script(one) for one in found.told])
                     + "</script>\n")
         return f"""<section class="program" id="program" aria-label="The program {name}">

@@ -1,6 +1,7 @@
 """The pages of `make book`, without a browser: everything is there, and every link leads
 somewhere. scripts/book/test_pages.py looks at them in one."""
 
+import html
 import html.parser
 import json
 import os
@@ -13,8 +14,10 @@ import pytest
 
 import chapters
 import lines
+import moves
 from harness import PROGRAMS
 from repository import ROOT, make, number, parent
+from small_repository import STATES, write_moves
 
 pytest.importorskip("markdown_it", reason="scripts/install-deps.sh book installs it")
 import book  # noqa: E402
@@ -96,6 +99,19 @@ def pages(out):
     return {str(path.relative_to(out)): Read(path) for path in sorted(out.rglob("*.html"))}
 
 
+def moves_of(path):
+    """What a page has of each move, by its name."""
+    found = re.search(r'id="program-moves">(.*?)</script>', path.read_text())
+    return {move["name"]: move for move in json.loads(found[1])} if found else {}
+
+
+def has_lines(path, move, *numbers):
+    """Whether a page has a move with these lines."""
+    found = moves_of(path).get(move)
+    return found and all(int(number) <= sum(len(lines_) - 1 for lines_ in found["lines"])
+                         for number in numbers if number)
+
+
 def test_links(out, pages):
     """They lead to a page of the book that has the place, or into the web. No two places
     of a page have the same name."""
@@ -108,9 +124,11 @@ def test_links(out, pages):
             path, _, fragment = urllib.parse.unquote(href).partition("#")
             target = os.path.normpath(
                 os.path.join(os.path.dirname(name), path)) if path else name
-            # The script understands this one.
-            if target not in pages or (fragment not in ["", "new"]
-                                       and fragment not in pages[target].ids):
+            # The script understands these: #new, of moves #5.3-new and #5.3-L7.
+            move = re.fullmatch(r"([\d.]+)-(new|L(\d+)(-L(\d+))?)", fragment)
+            if target not in pages or (
+                    fragment not in ["", "new"] and fragment not in pages[target].ids
+                    and not (move and has_lines(out / target, move[1], move[3], move[5]))):
                 dead.append(f"{name}: {href}")
     assert not dead
 
@@ -365,6 +383,10 @@ def small_book(folder, **more):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    return build_small(folder)
+
+
+def build_small(folder):
     (folder / "scripts/book").mkdir()
     for name in "common.sh", "diff.sh", "book/book.css", "book/book.js":
         shutil.copy(f"{ROOT}/scripts/{name}", folder / "scripts" / name)
@@ -397,6 +419,60 @@ def test_programs_stand_beside_chapters_of_their_number(tmp_path):
     # Each line of a program is there once.
     index = (tmp_path / "out/search.js").read_text()
     assert '["1_one","1_first.html"]' in index and index.count('"int extra = 3;"') == 1
+
+
+def test_moves_are_beside_their_sections(tmp_path):
+    """The page has the program after each move, as lines of the finished one and others,
+    and what is new in it; excerpts, names and headings lead there."""
+    write_moves(tmp_path)
+    text = build_small(tmp_path)["5_two"]
+    rows = Read(tmp_path / "out/5_two.html").rows
+    finished = {at: row.removeprefix(str(at)) for at, (_, row) in rows.items()}
+    assert "".join(finished.values()) == STATES[2]
+    found = moves_of(tmp_path / "out/5_two.html")
+    assert list(found) == ["5.1", "5.2"]
+
+    def code(line):
+        line = line[1] if isinstance(line, list) else line
+        return finished[line] if isinstance(line, int) else html.unescape(
+            re.sub("<.*?>", "", line)) + "\n"
+
+    for k, move in enumerate(found.values(), 1):
+        groups = [(kind, [code(line) for line in lines_]) for kind, *lines_ in move["lines"]]
+        assert "".join(line for kind, lines_ in groups if kind != "gone"
+                       for line in lines_) == STATES[k]
+        added, removed = moves.counts("5_two", k, tmp_path)
+        assert [sum(len(lines_) for kind, lines_ in groups if kind == wanted)
+                for wanted in ("new", "gone")] == [added, removed]
+        size = f"<b>+{added}</b> <s>−{removed}</s>"
+        assert move["size"] == f"{size} against {['4_one', '5.1'][k - 1]}"
+        assert re.search(rf'<h2 id="5{k}-a-\w+-one" data-move="5.{k}">.*'
+                         + re.escape(size), text)
+    # What is only indented differently in the finished program is known to be the same.
+    assert any(isinstance(line, list) and line[0] == 4 for _, *lines_ in
+               found["5.1"]["lines"] for line in lines_)
+    excerpts = re.findall(r'class="excerpt" id="(.*?)" data-lines="(.*?)"(?: data-move="(.*?)")?>'
+                          r'<figcaption>\w+ <a href="(.*?)"', text)
+    assert excerpts == [
+        ("excerpt-1", "8-8", "", "#L8"), ("excerpt-2", "5-6", "5.1", "#5.1-L5"),
+        ("excerpt-3", "8-9", "5.2", "#5.2-L8"), ("excerpt-4", "3-3,5-5,7-7", "5.2", "#5.2-L3"),
+        ("excerpt-5", "6-6", "", "#L6")]
+    # A name leads to what it is after the move, or else in the finished program.
+    links = re.findall(r'<a href="([^"]*)" data-lines="(.*?)"(?: data-move="(.*?)")?><code>(\w+)',
+                       text)
+    assert links == [("#L8", "8-10", "", "fast"), ("#5.1-L5", "5-7", "5.1", "slow"),
+                     ("#5.1-L2", "2-4", "5.1", "one"), ("#5.2-L8", "8-10", "5.2", "fast")]
+    assert '<a href="#5.2-new"><code>make diff-5.2' in text
+    assert found["5.1"]["names"]["slow"] == "#5.1-L5-L7"
+    # A line leads to the excerpt of its move, or else to one where it still stands.
+    assert [5, 6, "shown", "", "excerpt-2"] in found["5.1"]["passages"]
+    runs = json.loads(re.search(r'id="passages">(.*?)</script>', text)[1])
+    assert [8, 8, "shown", "", "excerpt-1"] in runs
+    assert [9, 9, "shown", "", "excerpt-2"] in runs
+    # The search knows what only a move has.
+    index = (tmp_path / "out/search.js").read_text()
+    for place, line in ("excerpt-2", "int slow() {"), ("excerpt-3", "-int slow() {"):
+        assert re.search(rf'\["5_two.html","{place}","[^"]*","{re.escape(line)}"\]', index)
 
 
 def test_names_may_be_in_any_chapter_of_a_program(tmp_path):

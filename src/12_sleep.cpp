@@ -51,9 +51,7 @@
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// ---------------------------------------------------------------------------
-// Constants
-// ---------------------------------------------------------------------------
+// ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
 // know, but no newer than the headers, because an older library would offer
@@ -88,9 +86,7 @@ constexpr size_t kManyWakes = 2000;   // in a row, then for longer
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
 
-// ---------------------------------------------------------------------------
-// Errors, signals, text
-// ---------------------------------------------------------------------------
+// ---- Errors, signals, text ----
 
 // Describes an error number of libfabric (fi_errno(3)).
 std::string ErrorText(int error) {
@@ -168,9 +164,7 @@ std::string Printable(const std::string& text) {
   return printable;
 }
 
-// ---------------------------------------------------------------------------
-// Addresses
-// ---------------------------------------------------------------------------
+// ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
@@ -205,9 +199,7 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// ---------------------------------------------------------------------------
-// Domain and buffers
-// ---------------------------------------------------------------------------
+// ---- Domain and buffers ----
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -217,7 +209,7 @@ std::string ProviderSetting() {
 
 // What fi_getinfo(3) says about an interface, and about those after it; and the
 // function that frees it.
-using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
@@ -237,7 +229,7 @@ Info GetInfo() {
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
 
-  struct fi_info* info = nullptr;
+  fi_info* info = nullptr;
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
@@ -247,7 +239,7 @@ Info GetInfo() {
 }
 
 // Describes an interface in one line.
-std::string Describe(const struct fi_info* info) {
+std::string Describe(const fi_info* info) {
   return "domain: " + std::string(info->domain_attr->name) +
          ", fabric: " + info->fabric_attr->name +
          ", provider: " + info->fabric_attr->prov_name;
@@ -257,8 +249,8 @@ std::string Describe(const struct fi_info* info) {
 // domain, which is our access to the adapter.
 struct Domain {
   Info info;
-  Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> handle;
+  Owned<fid_fabric> fabric;
+  Owned<fid_domain> handle;
   uint64_t next_key = 1;
   size_t empty_wakes = 0;     // since something has last completed
   Clock::time_point poll_at;  // before that, others need our core
@@ -301,12 +293,12 @@ Memory AllocHost(size_t size) {
 struct Buffer {
   size_t size;  // bytes
   Memory data;
-  Owned<struct fid_mr> mr;
+  Owned<fid_mr> mr;
 
   Buffer(Domain& domain, size_t bytes, uint64_t access)
       : size(bytes), data(AllocHost(bytes)) {
-    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
-    struct fi_mr_attr attr = {};
+    iovec iov = {.iov_base = data.get(), .iov_len = size};
+    fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
@@ -318,9 +310,7 @@ struct Buffer {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Operations and completions
-// ---------------------------------------------------------------------------
+// ---- Operations and completions ----
 
 // The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend };
@@ -341,7 +331,7 @@ const char* NameOf(RdmaOpType type) {
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
+  fi_context2 context = {};
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -372,16 +362,16 @@ struct Endpoint {
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
   bool refused = false;  // there was no room for an operation
   int wait_fd = -1;  // readable when to read `cq`; -1: there is no such thing
-  Owned<struct fid_av> av;
-  Owned<struct fid_cq> cq;
-  Owned<struct fid_eq> eq;
-  Owned<struct fid_ep> ep;
+  Owned<fid_av> av;
+  Owned<fid_cq> cq;
+  Owned<fid_eq> eq;
+  Owned<fid_ep> ep;
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
-    struct fi_av_attr av_attr = {};
+    fi_av_attr av_attr = {};
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
-    struct fi_cq_attr cq_attr = {};
+    fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
     // Ask for a descriptor, for poll(2). Not all providers can have one.
@@ -394,7 +384,7 @@ struct Endpoint {
     if (fi_control(&cq.ptr->fid, FI_GETWAIT, &wait_fd) != 0) wait_fd = -1;
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
-    struct fi_eq_attr eq_attr = {};
+    fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
@@ -469,8 +459,8 @@ struct Endpoint {
   // Calls the function of libfabric for an operation. See fi_msg(3).
   ssize_t Submit(RdmaOp* op) {
     void* desc = fi_mr_desc(op->buf->mr);
-    struct iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
-    struct fi_msg msg = {};
+    iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
+    fi_msg msg = {};
     msg.msg_iov = &iov;
     msg.desc = &desc;
     msg.iov_count = 1;
@@ -486,7 +476,7 @@ struct Endpoint {
   // read: they have no thread of their own. Returns the number of completions.
   // Throws if something is wrong with the endpoint, or if a callback does.
   size_t PollCompletion() {
-    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    fi_cq_data_entry cqe[kCompletionQueueReadCount];
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     domain.empty_wakes = 0;
@@ -529,7 +519,7 @@ struct Endpoint {
   // Reads a failed operation, which is the next entry of the completion queue.
   // Only fi_cq_readerr can read it.
   void ReadError() {
-    struct fi_cq_err_entry entry = {};
+    fi_cq_err_entry entry = {};
     ssize_t ret = fi_cq_readerr(cq, &entry, 0);
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_cq_readerr");
@@ -631,9 +621,7 @@ struct Endpoint {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Messages and sessions
-// ---------------------------------------------------------------------------
+// ---- Messages and sessions ----
 
 using Message = std::string;  // any bytes
 
@@ -991,9 +979,7 @@ struct WaitingLine {
   }
 };
 
-// ---------------------------------------------------------------------------
-// The application
-// ---------------------------------------------------------------------------
+// ---- The application ----
 
 // Prints how to reach the server.
 void PrintClientCommand(const char* program, const Endpoint& endpoint) {
@@ -1199,16 +1185,14 @@ int ClientMain(const Address& server_addr, const std::string& text) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Command line
-// ---------------------------------------------------------------------------
+// ---- Command line ----
 
 // Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
@@ -1227,7 +1211,7 @@ constexpr const char* kUsage =
 
 // Lets this process open as many files as it may: each connection takes some.
 void RaiseFileLimit() {
-  struct rlimit limit = {};
+  rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = limit.rlim_max;
   setrlimit(RLIMIT_NOFILE, &limit);

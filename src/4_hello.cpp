@@ -39,9 +39,7 @@
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// ---------------------------------------------------------------------------
-// Constants
-// ---------------------------------------------------------------------------
+// ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
 // know, but no newer than the headers, because an older library would offer
@@ -64,9 +62,7 @@ constexpr auto kSilenceLimit = 10s;  // then we give up
 constexpr auto kIdlePause = 1ms;     // between two looks at quiet queues
 constexpr auto kContactGrace = 1s;   // for a first or last message
 
-// ---------------------------------------------------------------------------
-// Errors, signals, text
-// ---------------------------------------------------------------------------
+// ---- Errors, signals, text ----
 
 // Describes an error number of libfabric (fi_errno(3)).
 std::string ErrorText(int error) {
@@ -142,9 +138,7 @@ std::string Printable(const std::string& text) {
   return printable;
 }
 
-// ---------------------------------------------------------------------------
-// Addresses
-// ---------------------------------------------------------------------------
+// ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
@@ -179,9 +173,7 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// ---------------------------------------------------------------------------
-// Domain and buffers
-// ---------------------------------------------------------------------------
+// ---- Domain and buffers ----
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -191,7 +183,7 @@ std::string ProviderSetting() {
 
 // What fi_getinfo(3) says about an interface, and about those after it; and the
 // function that frees it.
-using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
@@ -211,7 +203,7 @@ Info GetInfo() {
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
 
-  struct fi_info* info = nullptr;
+  fi_info* info = nullptr;
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
@@ -221,7 +213,7 @@ Info GetInfo() {
 }
 
 // Describes an interface in one line.
-std::string Describe(const struct fi_info* info) {
+std::string Describe(const fi_info* info) {
   return "domain: " + std::string(info->domain_attr->name) +
          ", fabric: " + info->fabric_attr->name +
          ", provider: " + info->fabric_attr->prov_name;
@@ -231,8 +223,8 @@ std::string Describe(const struct fi_info* info) {
 // domain, which is our access to the adapter.
 struct Domain {
   Info info;
-  Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> handle;
+  Owned<fid_fabric> fabric;
+  Owned<fid_domain> handle;
   uint64_t next_key = 1;
 
   // Opens the first interface of a list.
@@ -273,12 +265,12 @@ Memory AllocHost(size_t size) {
 struct Buffer {
   size_t size;  // bytes
   Memory data;
-  Owned<struct fid_mr> mr;
+  Owned<fid_mr> mr;
 
   Buffer(Domain& domain, size_t bytes, uint64_t access)
       : size(bytes), data(AllocHost(bytes)) {
-    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
-    struct fi_mr_attr attr = {};
+    iovec iov = {.iov_base = data.get(), .iov_len = size};
+    fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
@@ -290,9 +282,7 @@ struct Buffer {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Operations and completions
-// ---------------------------------------------------------------------------
+// ---- Operations and completions ----
 
 // The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend };
@@ -313,7 +303,7 @@ const char* NameOf(RdmaOpType type) {
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
+  fi_context2 context = {};
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -342,23 +332,23 @@ struct Endpoint {
 
   Address addr;                                   // our own
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
-  Owned<struct fid_av> av;
-  Owned<struct fid_cq> cq;
-  Owned<struct fid_eq> eq;
-  Owned<struct fid_ep> ep;
+  Owned<fid_av> av;
+  Owned<fid_cq> cq;
+  Owned<fid_eq> eq;
+  Owned<fid_ep> ep;
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
-    struct fi_av_attr av_attr = {};
+    fi_av_attr av_attr = {};
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
-    struct fi_cq_attr cq_attr = {};
+    fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
     FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
-    struct fi_eq_attr eq_attr = {};
+    fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
@@ -430,8 +420,8 @@ struct Endpoint {
   // Calls the function of libfabric for an operation. See fi_msg(3).
   ssize_t Submit(RdmaOp* op) {
     void* desc = fi_mr_desc(op->buf->mr);
-    struct iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
-    struct fi_msg msg = {};
+    iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
+    fi_msg msg = {};
     msg.msg_iov = &iov;
     msg.desc = &desc;
     msg.iov_count = 1;
@@ -447,7 +437,7 @@ struct Endpoint {
   // read: they have no thread of their own. Returns the number of completions.
   // Throws if something is wrong with the endpoint, or if a callback does.
   size_t PollCompletion() {
-    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    fi_cq_data_entry cqe[kCompletionQueueReadCount];
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     if (ret == -FI_EAVAIL) {
@@ -489,7 +479,7 @@ struct Endpoint {
   // Reads a failed operation, which is the next entry of the completion queue.
   // Only fi_cq_readerr can read it.
   void ReadError() {
-    struct fi_cq_err_entry entry = {};
+    fi_cq_err_entry entry = {};
     ssize_t ret = fi_cq_readerr(cq, &entry, 0);
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_cq_readerr");
@@ -535,9 +525,7 @@ struct Endpoint {
   }
 };
 
-// ---------------------------------------------------------------------------
-// The application
-// ---------------------------------------------------------------------------
+// ---- The application ----
 
 // Prints how to reach the server.
 void PrintClientCommand(const char* program, const Endpoint& endpoint) {
@@ -631,16 +619,14 @@ int ClientMain(const Address& server_addr, const std::string& text) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Command line
-// ---------------------------------------------------------------------------
+// ---- Command line ----
 
 // Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }

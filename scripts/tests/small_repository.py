@@ -21,9 +21,9 @@ class Repository:
     def __init__(self, folder):
         self.folder = folder
         (folder / "src").mkdir()
-        (folder / "scripts").mkdir()
-        for tool in ["common.sh", "propagate", "refresh-exercises"]:
-            shutil.copy(f"{ROOT}/scripts/{tool}", folder / "scripts")
+        (folder / "scripts/moves").mkdir(parents=True)
+        for tool in ["common.sh", "propagate", "refresh-exercises", "moves/moves.py"]:
+            shutil.copy(f"{ROOT}/scripts/{tool}", folder / "scripts" / tool)
         for program, lines in PROGRAMS.items():
             self.write(program, lines)
         self.git("init", "-q")

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
 """Runs the server and the client of a program with the recorder, and shows who owned what
-when, and what was wrong in that (make watch-6, make watch-mine).
+when, and what was wrong in that (make watch-6, make watch-5.3, make watch-mine).
 
 Usage: scripts/watch/run.py [-o FOLDER] [-s ARGUMENT]... [-n CLIENTS] [-p PROGRAM] PROGRAM
                             [CLIENT_ARGUMENT...]
@@ -80,7 +80,8 @@ def run(options, folder, scratch):
     # As much as a picture can show.
     small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"]}
     if not arguments:
-        arguments = next((some for start, some in small.items() if name.startswith(start)), [])
+        arguments = next((some for start, some in small.items()
+                          if name.replace(".", "_").startswith(start)), [])
     if name.startswith("9_"):
         server_arguments = server_arguments or [os.path.join(scratch, "received")]
         os.makedirs(server_arguments[0], exist_ok=True)
@@ -140,9 +141,10 @@ def show(folder, source, quiet=False):
 
 
 def source_of(program):
-    """The source of a program, or of the one whose variant it is."""
+    """The source of a program, of the one whose variant it is, or of a move."""
     name = os.path.basename(program)
-    for candidate in (f"{os.path.dirname(program)}/{name}.cpp", f"src/{name}.cpp"):
+    for candidate in (f"{os.path.dirname(program)}/{name}.cpp", f"src/{name}.cpp",
+                      f"{os.path.dirname(program)}/moves/src/{name}.cpp"):
         if os.path.exists(candidate):
             return candidate
     return ""

@@ -61,9 +61,7 @@
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// ---------------------------------------------------------------------------
-// Constants
-// ---------------------------------------------------------------------------
+// ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
 // know, but no newer than the headers, because an older library would offer
@@ -113,9 +111,7 @@ constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
 constexpr auto kReportPeriod = 1s;   // between two reports of progress
 constexpr auto kAlivePeriod = 1s;    // between two messages that we are alive
 
-// ---------------------------------------------------------------------------
-// Errors, signals, text
-// ---------------------------------------------------------------------------
+// ---- Errors, signals, text ----
 
 // Describes an error number of libfabric (fi_errno(3)).
 std::string ErrorText(int error) {
@@ -191,9 +187,7 @@ std::string Printable(const std::string& text) {
   return printable;
 }
 
-// ---------------------------------------------------------------------------
-// Addresses
-// ---------------------------------------------------------------------------
+// ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
@@ -228,9 +222,7 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// ---------------------------------------------------------------------------
-// Domain and buffers
-// ---------------------------------------------------------------------------
+// ---- Domain and buffers ----
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -240,7 +232,7 @@ std::string ProviderSetting() {
 
 // What fi_getinfo(3) says about an interface, and about those after it; and the
 // function that frees it.
-using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
@@ -260,7 +252,7 @@ Info GetInfo() {
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
 
-  struct fi_info* info = nullptr;
+  fi_info* info = nullptr;
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
@@ -271,13 +263,13 @@ Info GetInfo() {
 
 // Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
 // have a NIC: the software providers leave it null.
-double LinkGbps(const struct fi_info* info) {
+double LinkGbps(const fi_info* info) {
   if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
   return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
 }
 
 // Describes the adapter, as far as libfabric tells; empty without one.
-std::string DescribeNic(const struct fi_info* info) {
+std::string DescribeNic(const fi_info* info) {
   std::string text;
   if (info->nic != nullptr && info->nic->device_attr != nullptr &&
       info->nic->device_attr->name != nullptr) {
@@ -290,7 +282,7 @@ std::string DescribeNic(const struct fi_info* info) {
 }
 
 // Describes an interface in one line.
-std::string Describe(const struct fi_info* info) {
+std::string Describe(const fi_info* info) {
   return "domain: " + std::string(info->domain_attr->name) +
          ", fabric: " + info->fabric_attr->name +
          ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
@@ -300,8 +292,8 @@ std::string Describe(const struct fi_info* info) {
 // domain, which is our access to the adapter.
 struct Domain {
   Info info;
-  Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> handle;
+  Owned<fid_fabric> fabric;
+  Owned<fid_domain> handle;
   std::random_device random{"/dev/urandom"};  // the default may take 25 us
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
@@ -359,7 +351,7 @@ Memory AllocHost(size_t size) {
 struct Buffer {
   size_t size;  // bytes
   Memory data;
-  Owned<struct fid_mr> mr;
+  Owned<fid_mr> mr;
 
   Buffer(Domain& domain, size_t bytes, uint64_t access)
       : size(bytes), data(AllocHost(bytes)) {
@@ -369,8 +361,8 @@ struct Buffer {
         (domain.info->domain_attr->mr_mode & FI_MR_LOCAL) == 0) {
       return;
     }
-    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
-    struct fi_mr_attr attr = {};
+    iovec iov = {.iov_base = data.get(), .iov_len = size};
+    fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
@@ -388,9 +380,7 @@ struct Buffer {
   void* Desc() const { return mr == nullptr ? nullptr : fi_mr_desc(mr); }
 };
 
-// ---------------------------------------------------------------------------
-// Operations and completions
-// ---------------------------------------------------------------------------
+// ---- Operations and completions ----
 
 // The kinds of operations.
 enum class RdmaOpType : uint8_t {
@@ -434,7 +424,7 @@ struct AtomicNumbers {
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
+  fi_context2 context = {};
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -474,23 +464,23 @@ struct Endpoint {
 
   Address addr;                                   // our own
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
-  Owned<struct fid_av> av;
-  Owned<struct fid_cq> cq;
-  Owned<struct fid_eq> eq;
-  Owned<struct fid_ep> ep;
+  Owned<fid_av> av;
+  Owned<fid_cq> cq;
+  Owned<fid_eq> eq;
+  Owned<fid_ep> ep;
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
-    struct fi_av_attr av_attr = {};
+    fi_av_attr av_attr = {};
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
-    struct fi_cq_attr cq_attr = {};
+    fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
     FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
-    struct fi_eq_attr eq_attr = {};
+    fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
@@ -572,12 +562,11 @@ struct Endpoint {
   ssize_t Submit(RdmaOp* op) {
     if (op->type > RdmaOpType::kRead) return SubmitAtomic(op);
     void* desc = op->buf->Desc();
-    struct iovec iov = {.iov_base = &op->buf->data[op->offset],
-                        .iov_len = op->len};
+    iovec iov = {.iov_base = &op->buf->data[op->offset], .iov_len = op->len};
     if (op->OneSided()) {
-      struct fi_rma_iov remote = {
+      fi_rma_iov remote = {
           .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
-      struct fi_msg_rma msg = {};
+      fi_msg_rma msg = {};
       msg.msg_iov = &iov;
       msg.desc = &desc;
       msg.iov_count = 1;
@@ -589,7 +578,7 @@ struct Endpoint {
       if (op->type == RdmaOpType::kRead) return fi_readmsg(ep, &msg, 0);
       return fi_writemsg(ep, &msg, domain.write_flags);
     }
-    struct fi_msg msg = {};
+    fi_msg msg = {};
     msg.msg_iov = &iov;
     msg.desc = &desc;
     msg.iov_count = 1;
@@ -607,12 +596,12 @@ struct Endpoint {
     auto* numbers =
         reinterpret_cast<AtomicNumbers*>(&op->buf->data[op->offset]);
     // They count words, where an iovec counts bytes.
-    struct fi_ioc operand = {.addr = &numbers->operand, .count = 1};
-    struct fi_ioc expected = {.addr = &numbers->expected, .count = 1};
-    struct fi_ioc before = {.addr = &numbers->before, .count = 1};
-    struct fi_rma_ioc remote = {
+    fi_ioc operand = {.addr = &numbers->operand, .count = 1};
+    fi_ioc expected = {.addr = &numbers->expected, .count = 1};
+    fi_ioc before = {.addr = &numbers->before, .count = 1};
+    fi_rma_ioc remote = {
         .addr = op->remote_addr, .count = 1, .key = op->remote_key};
-    struct fi_msg_atomic msg = {};
+    fi_msg_atomic msg = {};
     msg.msg_iov = &operand;
     msg.desc = &desc;
     msg.iov_count = 1;
@@ -635,7 +624,7 @@ struct Endpoint {
   // Throws if something is wrong with the endpoint, or if a callback does.
   size_t PollCompletion() {
     ProgressPendingOps();
-    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    fi_cq_data_entry cqe[kCompletionQueueReadCount];
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     if (ret == -FI_EAVAIL) {
@@ -680,7 +669,7 @@ struct Endpoint {
   // Reads a failed operation, which is the next entry of the completion queue.
   // Only fi_cq_readerr can read it.
   void ReadError() {
-    struct fi_cq_err_entry entry = {};
+    fi_cq_err_entry entry = {};
     ssize_t ret = fi_cq_readerr(cq, &entry, 0);
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_cq_readerr");
@@ -744,9 +733,7 @@ struct Endpoint {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Messages and sessions
-// ---------------------------------------------------------------------------
+// ---- Messages and sessions ----
 
 using Message = std::string;  // any bytes
 
@@ -1083,9 +1070,7 @@ struct WaitingLine {
   }
 };
 
-// ---------------------------------------------------------------------------
-// The application
-// ---------------------------------------------------------------------------
+// ---- The application ----
 
 // Prints how to reach the server.
 void PrintClientCommand(const char* program, const Endpoint& endpoint) {
@@ -1947,16 +1932,14 @@ int ClientMain(const Address& server_addr, size_t count) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Command line
-// ---------------------------------------------------------------------------
+// ---- Command line ----
 
 // Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
@@ -1989,7 +1972,7 @@ size_t ParseNumber(const char* name, const std::string& text) {
 
 // Lets this process open as many files as it may: each connection takes some.
 void RaiseFileLimit() {
-  struct rlimit limit = {};
+  rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = limit.rlim_max;
   setrlimit(RLIMIT_NOFILE, &limit);

@@ -55,9 +55,7 @@
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// ---------------------------------------------------------------------------
-// Constants
-// ---------------------------------------------------------------------------
+// ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
 // know, but no newer than the headers, because an older library would offer
@@ -123,9 +121,7 @@ constexpr size_t kPollsPerYield = 64;
 constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
 constexpr auto kReportPeriod = 1s;   // between two reports of progress
 
-// ---------------------------------------------------------------------------
-// Errors, signals, text
-// ---------------------------------------------------------------------------
+// ---- Errors, signals, text ----
 
 // Describes an error number of libfabric (fi_errno(3)).
 std::string ErrorText(int error) {
@@ -201,9 +197,7 @@ std::string Printable(const std::string& text) {
   return printable;
 }
 
-// ---------------------------------------------------------------------------
-// Addresses
-// ---------------------------------------------------------------------------
+// ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
@@ -249,9 +243,7 @@ std::vector<std::string> Split(const std::string& text) {
   return parts;
 }
 
-// ---------------------------------------------------------------------------
-// Domain and buffers
-// ---------------------------------------------------------------------------
+// ---- Domain and buffers ----
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -261,11 +253,11 @@ std::string ProviderSetting() {
 
 // What fi_getinfo(3) says about an interface, and about those after it; and the
 // function that frees it.
-using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
 // first. FI_PROVIDER narrows the choice, and so does `same`, to its provider.
-Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
+Info GetInfo(uint64_t caps = kCaps, const fi_info* same = nullptr) {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
   hints->caps = caps;
@@ -285,7 +277,7 @@ Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
     hints->fabric_attr->prov_name = strdup(same->fabric_attr->prov_name);
   }
 
-  struct fi_info* info = nullptr;
+  fi_info* info = nullptr;
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
@@ -296,13 +288,13 @@ Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
 
 // Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
 // have a NIC: the software providers leave it null.
-double LinkGbps(const struct fi_info* info) {
+double LinkGbps(const fi_info* info) {
   if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
   return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
 }
 
 // Describes the adapter, as far as libfabric tells; empty without one.
-std::string DescribeNic(const struct fi_info* info) {
+std::string DescribeNic(const fi_info* info) {
   std::string text;
   if (info->nic != nullptr && info->nic->device_attr != nullptr &&
       info->nic->device_attr->name != nullptr) {
@@ -315,7 +307,7 @@ std::string DescribeNic(const struct fi_info* info) {
 }
 
 // Describes an interface in one line.
-std::string Describe(const struct fi_info* info) {
+std::string Describe(const fi_info* info) {
   return "domain: " + std::string(info->domain_attr->name) +
          ", fabric: " + info->fabric_attr->name +
          ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
@@ -325,8 +317,8 @@ std::string Describe(const struct fi_info* info) {
 // domain, which is our access to the adapter.
 struct Domain {
   Info info;
-  Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> handle;
+  Owned<fid_fabric> fabric;
+  Owned<fid_domain> handle;
   std::random_device random{"/dev/urandom"};  // the default may take 25 us
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
@@ -395,7 +387,7 @@ struct Buffer {
   size_t size;  // bytes
   int gpu;      // that has the memory; -1: the host
   Memory data;
-  std::map<const Domain*, Owned<struct fid_mr>> mrs;  // one for each domain
+  std::map<const Domain*, Owned<fid_mr>> mrs;  // one for each domain
 
   Buffer(Domain& domain, size_t bytes, uint64_t access, int on_gpu = -1)
       : size(bytes),
@@ -407,8 +399,8 @@ struct Buffer {
   // Makes it known to an adapter; does nothing if it is known there already.
   void Register(Domain& domain, uint64_t access) {
     if (mrs.contains(&domain)) return;
-    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
-    struct fi_mr_attr attr = {};
+    iovec iov = {.iov_base = data.get(), .iov_len = size};
+    fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
@@ -440,9 +432,7 @@ struct Buffer {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Operations and completions
-// ---------------------------------------------------------------------------
+// ---- Operations and completions ----
 
 // The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
@@ -465,7 +455,7 @@ const char* NameOf(RdmaOpType type) {
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
+  fi_context2 context = {};
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -511,23 +501,23 @@ struct Endpoint {
   // Called with the immediate data of a WRITE from the other side, once that
   // WRITE has arrived. It belongs to no operation of ours.
   std::function<void(uint32_t)> on_imm_data;
-  Owned<struct fid_av> av;
-  Owned<struct fid_cq> cq;
-  Owned<struct fid_eq> eq;
-  Owned<struct fid_ep> ep;
+  Owned<fid_av> av;
+  Owned<fid_cq> cq;
+  Owned<fid_eq> eq;
+  Owned<fid_ep> ep;
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
-    struct fi_av_attr av_attr = {};
+    fi_av_attr av_attr = {};
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
-    struct fi_cq_attr cq_attr = {};
+    fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
     FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
-    struct fi_eq_attr eq_attr = {};
+    fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
@@ -614,12 +604,11 @@ struct Endpoint {
   // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
   ssize_t Submit(RdmaOp* op) {
     void* desc = fi_mr_desc(op->buf->mrs.at(&domain));
-    struct iovec iov = {.iov_base = &op->buf->data[op->offset],
-                        .iov_len = op->len};
+    iovec iov = {.iov_base = &op->buf->data[op->offset], .iov_len = op->len};
     if (op->OneSided()) {
-      struct fi_rma_iov remote = {
+      fi_rma_iov remote = {
           .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
-      struct fi_msg_rma msg = {};
+      fi_msg_rma msg = {};
       msg.msg_iov = &iov;
       msg.desc = &desc;
       msg.iov_count = 1;
@@ -631,7 +620,7 @@ struct Endpoint {
       uint64_t imm_flag = op->imm_data != 0 ? FI_REMOTE_CQ_DATA : 0;
       return fi_writemsg(ep, &msg, domain.write_flags | imm_flag);
     }
-    struct fi_msg msg = {};
+    fi_msg msg = {};
     msg.msg_iov = &iov;
     msg.desc = &desc;
     msg.iov_count = 1;
@@ -648,7 +637,7 @@ struct Endpoint {
   // Throws if something is wrong with the endpoint, or if a callback does.
   size_t PollCompletion() {
     ProgressPendingOps();
-    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    fi_cq_data_entry cqe[kCompletionQueueReadCount];
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     if (ret == -FI_EAVAIL) {
@@ -699,7 +688,7 @@ struct Endpoint {
   // Reads a failed operation, which is the next entry of the completion queue.
   // Only fi_cq_readerr can read it.
   void ReadError() {
-    struct fi_cq_err_entry entry = {};
+    fi_cq_err_entry entry = {};
     ssize_t ret = fi_cq_readerr(cq, &entry, 0);
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_cq_readerr");
@@ -738,9 +727,7 @@ struct Endpoint {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Messages and sessions
-// ---------------------------------------------------------------------------
+// ---- Messages and sessions ----
 
 using Message = std::string;  // any bytes
 
@@ -1039,9 +1026,7 @@ struct WaitingLine {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Rails
-// ---------------------------------------------------------------------------
+// ---- Rails ----
 
 // One of the ways between server and client: an adapter here, another one
 // there. Each has a session of its own.
@@ -1206,9 +1191,7 @@ void WaitUntil(Rails& rails, const char* what,
   }
 }
 
-// ---------------------------------------------------------------------------
-// The application
-// ---------------------------------------------------------------------------
+// ---- The application ----
 
 // Prints how to reach the server: an address for each of its adapters.
 void PrintClientCommand(const char* program, const std::string& addresses) {
@@ -1612,11 +1595,11 @@ std::list<Domain> OpenRails() {
   const char* setting = getenv("RAILS");
   if (setting != nullptr && *setting != 0) names = Split(setting);
   std::list<Domain> domains;
-  auto open = [&domains](const struct fi_info* info) {
+  auto open = [&domains](const fi_info* info) {
     // On each host, an address of this kind means another link.
     if (strncmp(info->fabric_attr->name, "fe80:", 5) == 0) return;
     for (const Domain& domain : domains) {
-      const struct fi_info* other = domain.info.get();
+      const fi_info* other = domain.info.get();
       if (strcmp(info->domain_attr->name, other->domain_attr->name) == 0 ||
           strcmp(info->fabric_attr->prov_name, other->fabric_attr->prov_name) !=
               0 ||
@@ -1877,16 +1860,14 @@ int ClientMain(const std::vector<Address>& server_addrs, size_t page_size,
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Command line
-// ---------------------------------------------------------------------------
+// ---- Command line ----
 
 // Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
@@ -1919,7 +1900,7 @@ size_t ParseNumber(const char* name, const std::string& text) {
 
 // Lets this process open as many files as it may: each connection takes some.
 void RaiseFileLimit() {
-  struct rlimit limit = {};
+  rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = limit.rlim_max;
   setrlimit(RLIMIT_NOFILE, &limit);
@@ -1983,9 +1964,7 @@ int main(int argc, char** argv) {
   }
 }
 
-// ---------------------------------------------------------------------------
-// GPU memory: all calls of CUDA
-// ---------------------------------------------------------------------------
+// ---- GPU memory: all calls of CUDA ----
 
 #ifdef USE_CUDA
 

@@ -7,7 +7,6 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -21,22 +20,16 @@
 #include <string.h>
 #include <sys/eventfd.h>
 #include <sys/resource.h>
-#include <sys/uio.h>
 
 #include <algorithm>
 #include <atomic>
 #include <bit>
 #include <chrono>
-#include <clocale>
-#include <cwchar>
-#include <cwctype>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <list>
 #include <map>
 #include <memory>
-#include <new>
 #include <optional>
 #include <random>
 #include <set>
@@ -51,46 +44,29 @@
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// ---------------------------------------------------------------------------
-// Constants
-// ---------------------------------------------------------------------------
+// ---- Constants ----
 
-// The version of libfabric's interface that we ask for: the newest that we
-// know, but no newer than the headers, because an older library would offer
-// nothing.
-constexpr uint32_t kApiVersion =
-    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
-
-// What this program uses of libfabric: the capabilities of fi_getinfo(3).
-constexpr uint64_t kCaps = FI_MSG;
-
-constexpr size_t kMaxAddressSize = 256;           // bytes
-constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
-constexpr size_t kBufferAlign = 4096;             // bytes
-constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
-constexpr size_t kSpareOps = 16;                  // rest before they are reused
-constexpr size_t kCompletionQueueSize = 128;      // more than we ever need
-constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-
-constexpr auto kSilenceLimit = 10s;   // then we give up
-constexpr auto kSpin = 50us;          // of polling, before we sleep
+constexpr size_t kMaxAddressSize = 256;        // bytes
+constexpr size_t kMaxMessageSize = 64 * 1024;  // bytes
+constexpr size_t kRecvCount = 8;               // RECVs posted at a time
+constexpr size_t kSpareOps = 16;               // rest before they are reused
+constexpr auto kSilenceLimit = 10s;            // then we give up
+constexpr auto kSpin = 50us;                   // of polling, before we sleep
 constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
 constexpr auto kIdlePause = 500us;    // where nothing can wake us
 constexpr auto kMaxPause = 20ms;      // there, after a long silence
 constexpr auto kContactGrace = 1s;    // for a first or last message
-constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
-constexpr auto kTellGrace = 2s;       // for what it is told to arrive
-constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
 constexpr size_t kNumTexts = 1000;    // that a client sends
 constexpr size_t kEmptyWakes = 16;    // in a row, then we pause
 constexpr size_t kManyWakes = 2000;   // in a row, then for longer
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
+constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
+constexpr auto kTellGrace = 2s;       // for what it is told to arrive
 
-// ---------------------------------------------------------------------------
-// Errors, signals, text
-// ---------------------------------------------------------------------------
+// ---- Errors, signals, text ----
 
 // Describes an error number of libfabric (fi_errno(3)).
 std::string ErrorText(int error) {
@@ -101,15 +77,15 @@ std::string ErrorText(int error) {
   return text;
 }
 
-// Throws if a function of libfabric has failed. Such functions return 0 or a
-// count if all went well, otherwise a negative error number.
-void FiCheck(ssize_t ret, const std::string& what) {
-  if (ret >= 0) return;
-  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+// Throws if a call has failed: it has then returned an error number, with a
+// minus sign.
+void FiCheck(ssize_t result, const std::string& call) {
+  if (result >= 0) return;
+  throw std::runtime_error(call + ": " + ErrorText(int(-result)));
 }
 
-// Owns an object of libfabric, and closes it. C++ destroys the members of a
-// struct in reverse order, so each object is declared after those that it uses.
+// Owns an object of libfabric, and closes it. C++ destroys objects in reverse
+// order, so each one is declared after those that it uses.
 template <typename T>
 struct Owned {
   T* ptr = nullptr;
@@ -118,6 +94,7 @@ struct Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   operator T*() const { return ptr; }
+  T* operator->() const { return ptr; }
   ~Owned() {
     int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
     if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
@@ -149,28 +126,13 @@ void CheckInterrupted() {
 }
 
 // Replaces whatever in a text from the other side could deceive on a terminal:
-// control characters, marks that reverse the direction of writing, and bytes
-// that are no UTF-8.
-std::string Printable(const std::string& text) {
-  std::string printable;
-  for (size_t i = 0; i < text.size();) {
-    wchar_t character = 0;
-    std::mbstate_t state = {};
-    size_t left = text.size() - i;
-    size_t len = std::mbrtowc(&character, &text[i], left, &state);
-    bool good = len <= left && !std::iswcntrl(character) &&
-                (character < 0x2028 || character > 0x202e) &&
-                (character < 0x2066 || character > 0x2069);
-    if (!good) len = 1;
-    printable += good ? text.substr(i, len) : "?";
-    i += len;
-  }
-  return printable;
+// all that is not plain ASCII.
+std::string Printable(std::string text) {
+  for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
+  return text;
 }
 
-// ---------------------------------------------------------------------------
-// Addresses
-// ---------------------------------------------------------------------------
+// ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
@@ -180,9 +142,8 @@ using Address = std::vector<uint8_t>;
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
-    char digits[3];
-    snprintf(digits, sizeof(digits), "%02x", byte);
-    hex += digits;
+    hex += "0123456789abcdef"[byte / 16];
+    hex += "0123456789abcdef"[byte % 16];
   }
   return hex;
 }
@@ -199,15 +160,12 @@ Address ParseAddress(const std::string& hex) {
   }
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
-    address.push_back(
-        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
+    address.push_back(uint8_t(std::stoul(hex.substr(i, 2), nullptr, 16)));
   }
   return address;
 }
 
-// ---------------------------------------------------------------------------
-// Domain and buffers
-// ---------------------------------------------------------------------------
+// ---- Domain and buffers ----
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -215,56 +173,49 @@ std::string ProviderSetting() {
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
 }
 
-// What fi_getinfo(3) says about an interface, and about those after it; and the
-// function that frees it.
-using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+// What fi_getinfo answers, and the function that frees it.
+using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (kCaps), the best
-// first. FI_PROVIDER narrows the choice.
+// 1. Ask: which interfaces can do what we need?
 Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
-  if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = kCaps;
-  // Reliable, whole messages, and one endpoint for any number of peers.
-  hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. The answer keeps what the provider insists on.
+  hints->caps = FI_MSG;              // we want to send messages,
+  hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
+  hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
+  // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
-      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-  // Only one thread uses the domain, so the provider needs no locks.
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+      FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
-
-  struct fi_info* info = nullptr;
-  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
-          ProviderSetting() +
-              "fi_getinfo finds no interface that can do what this "
-              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
-              "needs room in /dev/shm)");
+  fi_info* info;  // a list, the best one first
+  FiCheck(
+      fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints.get(), &info),
+      ProviderSetting() +
+          "fi_getinfo finds no interface that can do what this program needs "
+          "(`fi_info -t FI_EP_RDM` lists what there is; shm needs room in "
+          "/dev/shm)");
   return Info(info, fi_freeinfo);
 }
 
 // Describes an interface in one line.
-std::string Describe(const struct fi_info* info) {
+std::string Describe(const fi_info* info) {
   return "domain: " + std::string(info->domain_attr->name) +
          ", fabric: " + info->fabric_attr->name +
          ", provider: " + info->fabric_attr->prov_name;
 }
 
-// An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter.
+// 2. The network, and in it our access to the adapter.
 struct Domain {
-  Info info;
-  Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> handle;
-  uint64_t next_key = 1;
+  Info info = GetInfo();
+  Owned<fid_fabric> fabric;
+  Owned<fid_domain> handle;
+  uint64_t next_key = 1;      // no two regions may have the same one
   size_t empty_wakes = 0;     // since something has last completed
   Clock::time_point poll_at;  // before that, others need our core
 
-  // Opens the first interface of a list.
-  explicit Domain(Info list) : info(std::move(list)) {
+  Domain() {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
@@ -277,71 +228,29 @@ struct Domain {
   }
 };
 
-// Memory, and the function that frees it.
-using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
-
-// Allocates zeroed memory. Writing the zeros makes sure that every page of it
-// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
-Memory AllocHost(size_t size) {
-  size_t align = kBufferAlign;
-  size_t rounded = (size + align - 1) / align * align;
-  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) {
-    throw std::runtime_error("no memory for " + std::to_string(size) +
-                             " bytes");
-  }
-  memset(data.get(), 0, rounded);
-  return data;
-}
-
-// Registered memory: the adapter knows it, and which operations may use it
-// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
-// adapter may use its buffer at any time, so declare a buffer before the
-// Endpoint that uses it. Then C++ closes the Endpoint first.
+// 3. Registered memory: the adapter may use it, for FI_SEND or for FI_RECV.
 struct Buffer {
-  size_t size;  // bytes
-  Memory data;
-  Owned<struct fid_mr> mr;
+  size_t size;                   // bytes
+  std::unique_ptr<char[]> data;  // zeros, so that its pages exist
+  Owned<fid_mr> mr;
 
   Buffer(Domain& domain, size_t bytes, uint64_t access)
-      : size(bytes), data(AllocHost(bytes)) {
-    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
-    struct fi_mr_attr attr = {};
-    attr.mr_iov = &iov;
-    attr.iov_count = 1;
-    attr.access = access;
-    // Used by providers that let us choose the key (those without
-    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-    attr.requested_key = domain.next_key++;
-    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr),
-            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+      : size(bytes), data(std::make_unique<char[]>(bytes)) {
+    FiCheck(fi_mr_reg(domain.handle, data.get(), size, access, 0,
+                      domain.next_key++, 0, &mr.ptr, nullptr),
+            "fi_mr_reg");
   }
 };
 
-// ---------------------------------------------------------------------------
-// Operations and completions
-// ---------------------------------------------------------------------------
+// ---- Operations and completions ----
 
 // The kinds of operations.
-enum class RdmaOpType : uint8_t { kRecv, kSend };
-
-// Returns the name of an operation, for error messages.
-const char* NameOf(RdmaOpType type) {
-  switch (type) {
-    case RdmaOpType::kRecv:
-      return "RECV";
-    case RdmaOpType::kSend:
-      return "SEND";
-  }
-  return "";
-}
+enum class RdmaOpType { kRecv, kSend };
 
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
-  // Must come first: some providers keep notes of their own here while the
-  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
+  fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -353,37 +262,34 @@ struct RdmaOp {
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    std::string hint;
-    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
-    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
-                             hint);
+    throw std::runtime_error(type == RdmaOpType::kRecv
+                                 ? "RECV failed: " + error
+                                 : "SEND failed: " + error +
+                                       "; is the other side still running?");
   }
 };
 
-// An endpoint, where operations are posted, and what belongs to it: a
-// completion queue, which says what became of them, an address vector, which
-// holds the addresses of peers, and an event queue.
+// 4. An endpoint, with an address vector and a completion queue.
 struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
-
-  Address addr;                                   // our own
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
+  Address addr;                                   // our own
   bool refused = false;  // there was no room for an operation
   int wait_fd = -1;  // readable when to read `cq`; -1: there is no such thing
-  Owned<struct fid_av> av;
-  Owned<struct fid_cq> cq;
-  Owned<struct fid_eq> eq;
-  Owned<struct fid_ep> ep;
+
+  Owned<fid_av> av;  // the addresses of our peers
+  Owned<fid_cq> cq;  // how our operations have ended
+  Owned<fid_eq> eq;  // what happens to the endpoint
+  Owned<fid_ep> ep;  // where we post them
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
-    struct fi_av_attr av_attr = {};
+    fi_av_attr av_attr = {};
+    fi_cq_attr cq_attr = {};
+    cq_attr.format = FI_CQ_FORMAT_DATA;  // what we want to know of each
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
-    struct fi_cq_attr cq_attr = {};
-    cq_attr.size = kCompletionQueueSize;
-    cq_attr.format = FI_CQ_FORMAT_DATA;
     // Ask for a descriptor, for poll(2). Not all providers can have one.
     cq_attr.wait_obj = FI_WAIT_FD;
     if (fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr) != 0) {
@@ -394,24 +300,22 @@ struct Endpoint {
     if (fi_control(&cq.ptr->fid, FI_GETWAIT, &wait_fd) != 0) wait_fd = -1;
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
-    struct fi_eq_attr eq_attr = {};
+    fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
-
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
     if (!g_interrupted) InstallSignalHandlers();
-    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
-    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
-            "fi_ep_bind (completion queue)");
-    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
     FiCheck(fi_enable(ep), "fi_enable");
 
     size_t length = kMaxAddressSize;
     addr.resize(length);
-    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    FiCheck(fi_getname(&ep->fid, addr.data(), &length), "fi_getname");
     addr.resize(length);
   }
 
@@ -431,8 +335,9 @@ struct Endpoint {
                       address.begin());
   }
 
-  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
-  // that does not exist shows later, as an error or as silence.
+  // Returns libfabric's number for a peer's address, which operations take
+  // instead of it. Nothing is sent, so a peer that does not exist shows later,
+  // as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
     fi_addr_t peer = FI_ADDR_UNSPEC;
     if (!IsLikeOurs(address) ||
@@ -445,9 +350,9 @@ struct Endpoint {
     return peer;
   }
 
-  // Hands an operation to libfabric. Its buffer must not change until it has
-  // completed. Returns false if libfabric has no room for it now (-FI_EAGAIN);
-  // reading completions makes room, so try again afterwards. An operation that
+  // 5. Hands an operation to libfabric. Its buffer must not change until it has
+  // completed. Returns false if libfabric has no room for it now; reading
+  // completions makes room, so try again afterwards. An operation that
   // libfabric refuses completes at once, with an error.
   bool Post(RdmaOp request) {
     while (free_ops.size() < kSpareOps) {
@@ -462,32 +367,25 @@ struct Endpoint {
     }
     free_ops.pop_front();
     op->in_flight = true;
-    if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
+    if (ret != 0) Complete(op, 0, ErrorText(int(-ret)));
     return true;
   }
 
-  // Calls the function of libfabric for an operation. See fi_msg(3).
+  // Calls the function of libfabric for an operation.
   ssize_t Submit(RdmaOp* op) {
+    char* data = op->buf->data.get();
     void* desc = fi_mr_desc(op->buf->mr);
-    struct iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
-    struct fi_msg msg = {};
-    msg.msg_iov = &iov;
-    msg.desc = &desc;
-    msg.iov_count = 1;
-    msg.addr = op->peer;
-    msg.context = op;
-    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
-    // Complete only when the data is in place at the peer. The default of a
-    // provider may be a weaker level (fi_cq(3)).
-    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
+    if (op->type == RdmaOpType::kRecv) {
+      return fi_recv(ep, data, op->len, desc, op->peer, op);
+    }
+    return fi_send(ep, data, op->len, desc, op->peer, op);
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read: they have no thread of their own. Returns the number of completions.
-  // Throws if something is wrong with the endpoint, or if a callback does.
+  // read. Returns the number of completions. Throws if a callback does.
   size_t PollCompletion() {
-    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
-    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    fi_cq_data_entry entry;
+    ssize_t ret = fi_cq_read(cq, &entry, 1);
     if (ret == -FI_EAGAIN) return 0;
     domain.empty_wakes = 0;
     if (ret == -FI_EAVAIL) {
@@ -495,20 +393,11 @@ struct Endpoint {
       return 1;
     }
     FiCheck(ret, "fi_cq_read");
-    // A callback that throws must not cost the entries after it.
-    std::exception_ptr failure;
-    for (ssize_t i = 0; i < ret; ++i) {
-      try {
-        Complete(cqe[i].op_context, cqe[i].len, "");
-      } catch (...) {
-        if (!failure) failure = std::current_exception();
-      }
-    }
-    if (failure) std::rethrow_exception(failure);
-    return static_cast<size_t>(ret);
+    Complete(entry.op_context, entry.len, "");
+    return 1;
   }
 
-  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  // Ends an operation: its record is free for another one. Calls back.
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
@@ -529,10 +418,8 @@ struct Endpoint {
   // Reads a failed operation, which is the next entry of the completion queue.
   // Only fi_cq_readerr can read it.
   void ReadError() {
-    struct fi_cq_err_entry entry = {};
-    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
-    if (ret == -FI_EAGAIN) return;
-    FiCheck(ret, "fi_cq_readerr");
+    fi_cq_err_entry entry = {};
+    FiCheck(fi_cq_readerr(cq, &entry, 0), "fi_cq_readerr");
     std::string error = ErrorText(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
@@ -631,9 +518,7 @@ struct Endpoint {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Messages and sessions
-// ---------------------------------------------------------------------------
+// ---- Messages and sessions ----
 
 using Message = std::string;  // any bytes
 
@@ -690,7 +575,7 @@ template <typename T>
 T ReadMessage(const Message& message, AppMessageType type) {
   if (message.size() < sizeof(T) || TypeOf(message) != type) {
     throw BadMessage(std::to_string(message.size()) + " bytes of type " +
-                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
+                     std::to_string(uint32_t(TypeOf(message))));
   }
   T head;
   memcpy(&head, message.data(), sizeof(head));
@@ -712,10 +597,17 @@ Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
 
-// One end of a conversation: an endpoint, and messages from and to one peer.
-// The server has a session for each client. Destroying it also ends whatever
-// was in flight to that client, and only closing the endpoint can do that.
-struct Session {
+// Does the reverse of ReadMessage: the bytes of a struct, and of a tail.
+template <typename T>
+Message WriteMessage(const T& head, std::string_view tail = {}) {
+  // Padding would carry whatever was in memory there.
+  static_assert(std::has_unique_object_representations_v<T>);
+  Message message(reinterpret_cast<const char*>(&head), sizeof(head));
+  return message.append(tail);
+}
+
+// An endpoint, and messages from and to those who know its address.
+struct Mailbox {
   Domain& domain;
   std::list<Buffer> bufs;               // of all RECVs and SENDs
   std::vector<Buffer*> free_recv_bufs;  // those without a RECV
@@ -724,12 +616,8 @@ struct Session {
   std::deque<RdmaOp> unposted;          // SENDs that libfabric had no room for
   size_t unsent = 0;                    // messages whose SEND has not completed
   Endpoint endpoint;
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
-  Clock::time_point leave_at;  // until then, the last messages may leave
-  bool waiting = false;        // client: has been told to
 
-  explicit Session(Domain& open_domain)
+  explicit Mailbox(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
       free_recv_bufs.push_back(
@@ -776,41 +664,24 @@ struct Session {
     endpoint.WaitUntil(what, post_and_ask, grace, limit);
   }
 
-  // Takes out the next message, if there is one. Throws if the server has
-  // refused what we want. In a conversation, ignores messages without its
-  // nonce, and those that are too long: they are not from our peer. The
-  // listener throws if a RECV has failed.
+  // Takes out the next message, if there is one. Throws if its RECV has failed:
+  // it was too long, for example.
   std::optional<Message> Take() {
     if (arrivals.empty()) return std::nullopt;
     RdmaOp recv = std::move(arrivals.front());
     arrivals.pop_front();
-    Message message;
-    if (recv.error.empty()) {
-      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
-    }
+    auto* data = recv.buf->data.get();
+    Message message(data, data + (recv.error.empty() ? recv.len : 0));
     free_recv_bufs.push_back(recv.buf);
-    if (nonce == 0) {
-      recv.Check();
-      return message;
-    }
-    AppMessageBase base = BaseOf(message);
-    if (base.nonce != nonce) return Take();
-    endpoint.RestartSilence();
-    if (base.type == AppMessageType::kRefused) {
-      throw std::runtime_error("the server has refused: " +
-                               Printable(message.c_str() + sizeof(base)));
-    }
+    recv.Check();
     return message;
   }
 
-  // Sends a copy of a message: a head of fixed size, and a tail.
-  template <typename T>
-  void Send(const T& head, std::string_view tail = {}) {
-    // Padding would carry whatever was in memory there.
-    static_assert(std::has_unique_object_representations_v<T>);
-    size_t len = sizeof(head) + tail.size();
-    if (len > domain.MaxMessageSize()) {
-      throw std::runtime_error("a message of " + std::to_string(len) +
+  // Sends a copy of a message.
+  void Send(fi_addr_t peer, const Message& message) {
+    if (message.size() > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " +
+                               std::to_string(message.size()) +
                                " bytes is too long for this provider");
     }
     if (free_send_bufs.empty()) {
@@ -819,29 +690,70 @@ struct Session {
     }
     Buffer* buf = free_send_bufs.back();
     free_send_bufs.pop_back();
-    memcpy(buf->data.get(), &head, sizeof(head));
-    memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
-           sizeof(nonce));
-    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    std::copy(message.begin(), message.end(), buf->data.get());
     ++unsent;
-    RdmaOp send = {.type = RdmaOpType::kSend,
-                   .peer = peer,
-                   .buf = buf,
-                   .len = len,
-                   .callback = [this](const RdmaOp& op) {
-                     op.Check();
-                     --unsent;
-                     free_send_bufs.push_back(op.buf);
-                   }};
-    unposted.push_back(std::move(send));
+    unposted.push_back({.type = RdmaOpType::kSend,
+                        .peer = peer,
+                        .buf = buf,
+                        .len = message.size(),
+                        .callback = [this](const RdmaOp& op) {
+                          op.Check();
+                          --unsent;
+                          free_send_bufs.push_back(op.buf);
+                        }});
     PostSends();
+  }
+};
+
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
+struct Session {
+  Mailbox mailbox;
+  Endpoint& endpoint;  // that of the mailbox
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  uint32_t nonce = 0;          // of this conversation
+  Clock::time_point leave_at;  // until then, the last messages may leave
+  bool waiting = false;        // client: has been told to
+
+  explicit Session(Domain& domain)
+      : mailbox(domain), endpoint(mailbox.endpoint) {}
+
+  // Takes out the next message of our peer, if there is one. Those without the
+  // nonce, and those that are too long, are from somebody else. Throws if the
+  // server has refused what we want.
+  std::optional<Message> Take() {
+    while (!mailbox.arrivals.empty()) {
+      Message message;
+      try {
+        message = *mailbox.Take();
+      } catch (const std::runtime_error&) {
+      }
+      AppMessageBase base = BaseOf(message);
+      if (base.nonce != nonce) continue;
+      endpoint.RestartSilence();
+      if (base.type == AppMessageType::kRefused) {
+        throw std::runtime_error("the server has refused: " +
+                                 Printable(message.c_str() + sizeof(base)));
+      }
+      return message;
+    }
+    return std::nullopt;
+  }
+
+  // Sends a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    Message message = WriteMessage(head, tail);
+    memcpy(&message[offsetof(AppMessageBase, nonce)], &nonce, sizeof(nonce));
+    mailbox.Send(peer, message);
   }
 
   // Sends our address: in a CONNECT or an ACCEPT.
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    connect.addr_size = uint32_t(endpoint.addr.size());
     std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
@@ -862,11 +774,11 @@ struct Session {
   // Returns whether the last messages have left, or have had time to.
   bool HasLeft() {
     try {
-      if (Clock::now() < leave_at) Poll();
+      if (Clock::now() < leave_at) mailbox.Poll();
     } catch (const std::exception&) {
       return true;
     }
-    return unsent == 0 || Clock::now() >= leave_at;
+    return mailbox.unsent == 0 || Clock::now() >= leave_at;
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
@@ -877,10 +789,11 @@ struct Session {
     // the shm provider of libfabric 1.17 would end the other process with ours.
     CheckInterrupted();
     SendAddress(AppMessageType::kConnect);
-    WaitUntil(
-        "sending CONNECT", [this] { return unsent == 0; }, kContactGrace);
+    mailbox.WaitUntil(
+        "sending CONNECT", [this] { return mailbox.unsent == 0; },
+        kContactGrace);
     printf("Sent CONNECT message to server\n");
-    WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
+    mailbox.WaitUntil("waiting for ACCEPT", [this] { return IsAccepted(); });
   }
 
   // Client: returns whether the server has accepted us. It answers each CONNECT
@@ -905,8 +818,9 @@ struct Session {
   void SayBye(std::chrono::seconds limit = kSilenceLimit) {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
-      WaitUntil(
-          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+      mailbox.WaitUntil(
+          "saying BYE", [this] { return mailbox.unsent == 0; }, kContactGrace,
+          limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
     }
@@ -991,9 +905,7 @@ struct WaitingLine {
   }
 };
 
-// ---------------------------------------------------------------------------
-// The application
-// ---------------------------------------------------------------------------
+// ---- The application ----
 
 // Prints how to reach the server.
 void PrintClientCommand(const char* program, const Endpoint& endpoint) {
@@ -1020,7 +932,7 @@ struct ServedClient {
   AppConnectMessage connect_msg;
   Session session;
   bool answered = false;
-  bool done = false;  // the client has said BYE
+  bool done = false;  // has said BYE or failed; last messages may be leaving
 
   // Opens the session. Throws if the machine lacks what that takes.
   ServedClient(Domain& domain, size_t client_number,
@@ -1040,10 +952,11 @@ struct ServedClient {
   // too long.
   size_t Poll() {
     if (session.peer == FI_ADDR_UNSPEC) Accept();
-    size_t completions = session.Poll();
+    size_t completions = session.mailbox.Poll();
     try {
       while (std::optional<Message> message = session.Take()) {
         if (TypeOf(*message) == AppMessageType::kBye) {
+          PrintLine(stdout, number, "Done.");
           done = true;
           return completions;
         }
@@ -1076,11 +989,10 @@ struct ServedClient {
 
 // Runs the server, until a signal ends it.
 int ServerMain(const char* program) {
-  Domain domain(GetInfo());
-  Session listener(domain);
+  Domain domain;
+  Mailbox listener(domain);
   WaitingLine line{domain};
   std::list<ServedClient> clients;
-  std::list<ServedClient> leaving;  // with a last message on its way
   PrintSleep(listener.endpoint);
   PrintClientCommand(program, listener.endpoint);
 
@@ -1094,8 +1006,7 @@ int ServerMain(const char* program) {
         line.Add(ReadConnect(*message, AppMessageType::kConnect));
       }
       line.TellAll();
-      bool full = clients.size() + leaving.size() >= kMaxClients ||
-                  Clock::now() < full_until;
+      bool full = clients.size() >= kMaxClients || Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
         // One at a time: opening an endpoint takes tens of ms over
         // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
@@ -1110,23 +1021,20 @@ int ServerMain(const char* program) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    for (auto it = clients.begin(); it != clients.end();) {
-      auto client = it++;
+    clients.remove_if([&](ServedClient& client) {
       try {
-        completions += client->Poll();
-        if (!client->done) continue;
-        PrintLine(stdout, client->number, "Done.");
+        if (!client.done) completions += client.Poll();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
+        PrintLine(stderr, client.number, "error: " + Printable(e.what()));
+        client.done = true;
       }
-      leaving.splice(leaving.end(), clients, client);
-    }
-    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
+      return client.done && client.session.HasLeft();
+    });
     if (completions > 0) continue;
     std::vector<Endpoint*> endpoints = {&listener.endpoint};
-    for (auto* list : {&clients, &leaving}) {
-      for (auto& client : *list) endpoints.push_back(&client.session.endpoint);
+    for (ServedClient& client : clients) {
+      endpoints.push_back(&client.session.endpoint);
     }
     // No descriptor tells that there is a place for those in line, or that it
     // is time to tell them to ask again.
@@ -1134,12 +1042,11 @@ int ServerMain(const char* program) {
     Endpoint::Sleep(endpoints, waiting ? kIdlePause : kMaxSleep);
   }
   // An ACCEPT on its way is a first contact, too: see Session::Connect.
-  for (auto& client : clients) {
+  for (ServedClient& client : clients) {
     client.session.leave_at = Clock::now() + kContactGrace;
   }
-  leaving.splice(leaving.end(), clients);
-  while (!leaving.empty()) {
-    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
+  while (!clients.empty()) {
+    clients.remove_if([](auto& client) { return client.session.HasLeft(); });
   }
   return 0;
 }
@@ -1149,7 +1056,7 @@ void ReverseText(Session& session, const std::string& text, bool print) {
   session.Send(AppMessageBase{AppMessageType::kText}, text);
   if (print) printf("Sending %zu bytes: %s\n", text.size(), text.c_str());
   std::optional<Message> message;
-  session.WaitUntil("waiting for the reversed text", [&] {
+  session.mailbox.WaitUntil("waiting for the reversed text", [&] {
     message = session.Take();
     return message.has_value();
   });
@@ -1180,7 +1087,7 @@ void ReverseTexts(Session& session, const std::string& text) {
 
 // Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, const std::string& text) {
-  Domain domain(GetInfo());
+  Domain domain;
   size_t max_size = domain.MaxMessageSize() - sizeof(AppMessageBase);
   if (text.size() > max_size) {
     throw std::invalid_argument("TEXT is longer than " +
@@ -1199,16 +1106,14 @@ int ClientMain(const Address& server_addr, const std::string& text) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Command line
-// ---------------------------------------------------------------------------
+// ---- Command line ----
 
 // Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
@@ -1227,7 +1132,7 @@ constexpr const char* kUsage =
 
 // Lets this process open as many files as it may: each connection takes some.
 void RaiseFileLimit() {
-  struct rlimit limit = {};
+  rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = limit.rlim_max;
   setrlimit(RLIMIT_NOFILE, &limit);
@@ -1240,7 +1145,6 @@ int main(int argc, char** argv) {
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   g_wake_fd = eventfd(0, EFD_CLOEXEC);
   InstallSignalHandlers();
   RaiseFileLimit();
@@ -1260,9 +1164,6 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
-  } catch (const std::bad_alloc&) {
-    fprintf(stderr, "error: out of memory\n");
-    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;

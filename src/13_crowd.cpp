@@ -55,9 +55,7 @@
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// ---------------------------------------------------------------------------
-// Constants
-// ---------------------------------------------------------------------------
+// ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
 // know, but no newer than the headers, because an older library would offer
@@ -101,9 +99,7 @@ constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnsent = 16;     // SENDs to one peer, with those that wait
 constexpr size_t kMaxConnecting = 16;  // clients of a crowd, at a time
 
-// ---------------------------------------------------------------------------
-// Errors, signals, text
-// ---------------------------------------------------------------------------
+// ---- Errors, signals, text ----
 
 // Describes an error number of libfabric (fi_errno(3)).
 std::string ErrorText(int error) {
@@ -181,9 +177,7 @@ std::string Printable(const std::string& text) {
   return printable;
 }
 
-// ---------------------------------------------------------------------------
-// Addresses
-// ---------------------------------------------------------------------------
+// ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
@@ -218,9 +212,7 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// ---------------------------------------------------------------------------
-// Domain and buffers
-// ---------------------------------------------------------------------------
+// ---- Domain and buffers ----
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -230,7 +222,7 @@ std::string ProviderSetting() {
 
 // What fi_getinfo(3) says about an interface, and about those after it; and the
 // function that frees it.
-using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (kCaps), the best
 // first. FI_PROVIDER narrows the choice.
@@ -250,7 +242,7 @@ Info GetInfo() {
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
 
-  struct fi_info* info = nullptr;
+  fi_info* info = nullptr;
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
@@ -260,7 +252,7 @@ Info GetInfo() {
 }
 
 // Describes an interface in one line.
-std::string Describe(const struct fi_info* info) {
+std::string Describe(const fi_info* info) {
   return "domain: " + std::string(info->domain_attr->name) +
          ", fabric: " + info->fabric_attr->name +
          ", provider: " + info->fabric_attr->prov_name;
@@ -270,8 +262,8 @@ std::string Describe(const struct fi_info* info) {
 // domain, which is our access to the adapter.
 struct Domain {
   Info info;
-  Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> handle;
+  Owned<fid_fabric> fabric;
+  Owned<fid_domain> handle;
   uint64_t next_key = 1;
   size_t empty_wakes = 0;     // since something has last completed
   Clock::time_point poll_at;  // before that, others need our core
@@ -314,12 +306,12 @@ Memory AllocHost(size_t size) {
 struct Buffer {
   size_t size;  // bytes
   Memory data;
-  Owned<struct fid_mr> mr;
+  Owned<fid_mr> mr;
 
   Buffer(Domain& domain, size_t bytes, uint64_t access)
       : size(bytes), data(AllocHost(bytes)) {
-    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
-    struct fi_mr_attr attr = {};
+    iovec iov = {.iov_base = data.get(), .iov_len = size};
+    fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
@@ -331,9 +323,7 @@ struct Buffer {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Operations and completions
-// ---------------------------------------------------------------------------
+// ---- Operations and completions ----
 
 // The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend };
@@ -343,7 +333,7 @@ enum class RdmaOpType : uint8_t { kRecv, kSend };
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
+  fi_context2 context = {};
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -366,16 +356,16 @@ struct Endpoint {
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
   bool refused = false;  // there was no room for an operation
   int wait_fd = -1;  // readable when to read `cq`; -1: there is no such thing
-  Owned<struct fid_av> av;
-  Owned<struct fid_cq> cq;
-  Owned<struct fid_eq> eq;
-  Owned<struct fid_ep> ep;
+  Owned<fid_av> av;
+  Owned<fid_cq> cq;
+  Owned<fid_eq> eq;
+  Owned<fid_ep> ep;
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
-    struct fi_av_attr av_attr = {};
+    fi_av_attr av_attr = {};
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
-    struct fi_cq_attr cq_attr = {};
+    fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
     // Ask for a descriptor, for poll(2). Not all providers can have one.
@@ -388,7 +378,7 @@ struct Endpoint {
     if (fi_control(&cq.ptr->fid, FI_GETWAIT, &wait_fd) != 0) wait_fd = -1;
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
-    struct fi_eq_attr eq_attr = {};
+    fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
@@ -471,8 +461,8 @@ struct Endpoint {
   // Calls the function of libfabric for an operation. See fi_msg(3).
   ssize_t Submit(RdmaOp* op) {
     void* desc = fi_mr_desc(op->buf->mr);
-    struct iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
-    struct fi_msg msg = {};
+    iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
+    fi_msg msg = {};
     msg.msg_iov = &iov;
     msg.desc = &desc;
     msg.iov_count = 1;
@@ -488,7 +478,7 @@ struct Endpoint {
   // read: they have no thread of their own. Returns the number of completions.
   // Throws if something is wrong with the endpoint, or if a callback does.
   size_t PollCompletion() {
-    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    fi_cq_data_entry cqe[kCompletionQueueReadCount];
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     domain.empty_wakes = 0;
@@ -531,7 +521,7 @@ struct Endpoint {
   // Reads a failed operation, which is the next entry of the completion queue.
   // Only fi_cq_readerr can read it.
   void ReadError() {
-    struct fi_cq_err_entry entry = {};
+    fi_cq_err_entry entry = {};
     ssize_t ret = fi_cq_readerr(cq, &entry, 0);
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_cq_readerr");
@@ -633,9 +623,7 @@ struct Endpoint {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Messages
-// ---------------------------------------------------------------------------
+// ---- Messages ----
 
 using Message = std::string;  // any bytes
 
@@ -700,9 +688,7 @@ T ReadMessage(const Message& message) {
   return head;
 }
 
-// ---------------------------------------------------------------------------
-// Mailboxes
-// ---------------------------------------------------------------------------
+// ---- Mailboxes ----
 
 // Somebody to send messages to, and the messages that are on their way. Must
 // not be destroyed while one of them is in flight.
@@ -840,9 +826,7 @@ struct Mailbox {
   }
 };
 
-// ---------------------------------------------------------------------------
-// The server
-// ---------------------------------------------------------------------------
+// ---- The server ----
 
 // Prints how to reach the server.
 void PrintClientCommand(const char* program, const Endpoint& endpoint) {
@@ -1117,9 +1101,7 @@ int ServerMain(const char* program) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// The client
-// ---------------------------------------------------------------------------
+// ---- The client ----
 
 // A client: a mailbox, and requests to the server, one at a time.
 struct Client {
@@ -1422,16 +1404,14 @@ int CrowdMain(const Address& server_addr, Crowd crowd) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Command line
-// ---------------------------------------------------------------------------
+// ---- Command line ----
 
 // Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
@@ -1468,7 +1448,7 @@ size_t ParseNumber(const char* name, const std::string& text,
 
 // Lets this process open as many files as it may: each connection takes some.
 void RaiseFileLimit() {
-  struct rlimit limit = {};
+  rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = limit.rlim_max;
   setrlimit(RLIMIT_NOFILE, &limit);

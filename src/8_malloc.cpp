@@ -55,9 +55,7 @@
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
 
-// ---------------------------------------------------------------------------
-// Constants
-// ---------------------------------------------------------------------------
+// ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
 // know, but no newer than the headers, because an older library would offer
@@ -109,9 +107,7 @@ constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
 constexpr auto kReportPeriod = 1s;   // between two reports of progress
 constexpr auto kAlivePeriod = 1s;    // between two messages that we are alive
 
-// ---------------------------------------------------------------------------
-// Errors, signals, text
-// ---------------------------------------------------------------------------
+// ---- Errors, signals, text ----
 
 // Describes an error number of libfabric (fi_errno(3)).
 std::string ErrorText(int error) {
@@ -187,9 +183,7 @@ std::string Printable(const std::string& text) {
   return printable;
 }
 
-// ---------------------------------------------------------------------------
-// Addresses
-// ---------------------------------------------------------------------------
+// ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
@@ -224,9 +218,7 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// ---------------------------------------------------------------------------
-// Domain and buffers
-// ---------------------------------------------------------------------------
+// ---- Domain and buffers ----
 
 // Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
 std::string ProviderSetting() {
@@ -236,11 +228,11 @@ std::string ProviderSetting() {
 
 // What fi_getinfo(3) says about an interface, and about those after it; and the
 // function that frees it.
-using Info = std::unique_ptr<struct fi_info, void (*)(struct fi_info*)>;
+using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
 // Asks libfabric for the interfaces that can do what we need (`caps`), the best
 // first. FI_PROVIDER narrows the choice, and `same`, at least to its provider.
-Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
+Info GetInfo(uint64_t caps = kCaps, const fi_info* same = nullptr) {
   Info hints(fi_allocinfo(), fi_freeinfo);
   if (hints == nullptr) throw std::bad_alloc();
   hints->caps = caps;
@@ -262,7 +254,7 @@ Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
     hints->domain_attr->name = strdup(same->domain_attr->name);
   }
 
-  struct fi_info* info = nullptr;
+  fi_info* info = nullptr;
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           ProviderSetting() +
               "fi_getinfo finds no interface that can do what this "
@@ -273,13 +265,13 @@ Info GetInfo(uint64_t caps = kCaps, const struct fi_info* same = nullptr) {
 
 // Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
 // have a NIC: the software providers leave it null.
-double LinkGbps(const struct fi_info* info) {
+double LinkGbps(const fi_info* info) {
   if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
   return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
 }
 
 // Describes the adapter, as far as libfabric tells; empty without one.
-std::string DescribeNic(const struct fi_info* info) {
+std::string DescribeNic(const fi_info* info) {
   std::string text;
   if (info->nic != nullptr && info->nic->device_attr != nullptr &&
       info->nic->device_attr->name != nullptr) {
@@ -292,7 +284,7 @@ std::string DescribeNic(const struct fi_info* info) {
 }
 
 // Describes an interface in one line.
-std::string Describe(const struct fi_info* info) {
+std::string Describe(const fi_info* info) {
   return "domain: " + std::string(info->domain_attr->name) +
          ", fabric: " + info->fabric_attr->name +
          ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
@@ -302,8 +294,8 @@ std::string Describe(const struct fi_info* info) {
 // domain, which is our access to the adapter.
 struct Domain {
   Info info;
-  Owned<struct fid_fabric> fabric;
-  Owned<struct fid_domain> handle;
+  Owned<fid_fabric> fabric;
+  Owned<fid_domain> handle;
   std::random_device random{"/dev/urandom"};  // the default may take 25 us
   // Makes a WRITE complete only when the data is in the peer's memory.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
@@ -370,14 +362,14 @@ struct Buffer {
   size_t size;  // bytes
   int gpu;      // that has the memory; -1: the host
   Memory data;
-  Owned<struct fid_mr> mr;
+  Owned<fid_mr> mr;
 
   Buffer(Domain& domain, size_t bytes, uint64_t access, int on_gpu = -1)
       : size(bytes),
         gpu(on_gpu),
         data(gpu < 0 ? AllocHost(bytes) : CudaAlloc(bytes)) {
-    struct iovec iov = {.iov_base = data.get(), .iov_len = size};
-    struct fi_mr_attr attr = {};
+    iovec iov = {.iov_base = data.get(), .iov_len = size};
+    fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
@@ -396,9 +388,7 @@ struct Buffer {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Operations and completions
-// ---------------------------------------------------------------------------
+// ---- Operations and completions ----
 
 // The kinds of operations.
 enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite, kRead };
@@ -423,7 +413,7 @@ const char* NameOf(RdmaOpType type) {
 struct RdmaOp {
   // Must come first: some providers keep notes of their own here while the
   // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  struct fi_context2 context = {};
+  fi_context2 context = {};
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -463,23 +453,23 @@ struct Endpoint {
 
   Address addr;                                   // our own
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
-  Owned<struct fid_av> av;
-  Owned<struct fid_cq> cq;
-  Owned<struct fid_eq> eq;
-  Owned<struct fid_ep> ep;
+  Owned<fid_av> av;
+  Owned<fid_cq> cq;
+  Owned<fid_eq> eq;
+  Owned<fid_ep> ep;
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
-    struct fi_av_attr av_attr = {};
+    fi_av_attr av_attr = {};
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
-    struct fi_cq_attr cq_attr = {};
+    fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;
     FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
     // of a peer. We never read it: such a peer falls silent, and we notice.
-    struct fi_eq_attr eq_attr = {};
+    fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
 
@@ -563,12 +553,11 @@ struct Endpoint {
   // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
   ssize_t Submit(RdmaOp* op) {
     void* desc = fi_mr_desc(op->buf->mr);
-    struct iovec iov = {.iov_base = &op->buf->data[op->offset],
-                        .iov_len = op->len};
+    iovec iov = {.iov_base = &op->buf->data[op->offset], .iov_len = op->len};
     if (op->OneSided()) {
-      struct fi_rma_iov remote = {
+      fi_rma_iov remote = {
           .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
-      struct fi_msg_rma msg = {};
+      fi_msg_rma msg = {};
       msg.msg_iov = &iov;
       msg.desc = &desc;
       msg.iov_count = 1;
@@ -580,7 +569,7 @@ struct Endpoint {
       if (op->type == RdmaOpType::kRead) return fi_readmsg(ep, &msg, 0);
       return fi_writemsg(ep, &msg, domain.write_flags);
     }
-    struct fi_msg msg = {};
+    fi_msg msg = {};
     msg.msg_iov = &iov;
     msg.desc = &desc;
     msg.iov_count = 1;
@@ -597,7 +586,7 @@ struct Endpoint {
   // Throws if something is wrong with the endpoint, or if a callback does.
   size_t PollCompletion() {
     ProgressPendingOps();
-    struct fi_cq_data_entry cqe[kCompletionQueueReadCount];
+    fi_cq_data_entry cqe[kCompletionQueueReadCount];
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     if (ret == -FI_EAVAIL) {
@@ -642,7 +631,7 @@ struct Endpoint {
   // Reads a failed operation, which is the next entry of the completion queue.
   // Only fi_cq_readerr can read it.
   void ReadError() {
-    struct fi_cq_err_entry entry = {};
+    fi_cq_err_entry entry = {};
     ssize_t ret = fi_cq_readerr(cq, &entry, 0);
     if (ret == -FI_EAGAIN) return;
     FiCheck(ret, "fi_cq_readerr");
@@ -706,9 +695,7 @@ struct Endpoint {
   }
 };
 
-// ---------------------------------------------------------------------------
-// Messages and sessions
-// ---------------------------------------------------------------------------
+// ---- Messages and sessions ----
 
 using Message = std::string;  // any bytes
 
@@ -1045,9 +1032,7 @@ struct WaitingLine {
   }
 };
 
-// ---------------------------------------------------------------------------
-// The application
-// ---------------------------------------------------------------------------
+// ---- The application ----
 
 // Prints how to reach the server.
 void PrintClientCommand(const char* program, const Endpoint& endpoint) {
@@ -1746,16 +1731,14 @@ int ClientMain(const Address& server_addr, size_t num_blocks) {
   return 0;
 }
 
-// ---------------------------------------------------------------------------
-// Command line
-// ---------------------------------------------------------------------------
+// ---- Command line ----
 
 // Prints the interfaces found, a line each.
 int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (struct fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }
@@ -1788,7 +1771,7 @@ size_t ParseNumber(const char* name, const std::string& text) {
 
 // Lets this process open as many files as it may: each connection takes some.
 void RaiseFileLimit() {
-  struct rlimit limit = {};
+  rlimit limit = {};
   getrlimit(RLIMIT_NOFILE, &limit);
   limit.rlim_cur = limit.rlim_max;
   setrlimit(RLIMIT_NOFILE, &limit);
@@ -1832,9 +1815,7 @@ int main(int argc, char** argv) {
   }
 }
 
-// ---------------------------------------------------------------------------
-// GPU memory: all calls of CUDA
-// ---------------------------------------------------------------------------
+// ---- GPU memory: all calls of CUDA ----
 
 #ifdef USE_CUDA
 

@@ -2,6 +2,7 @@
 what it found wrong, one message each; test_chapters.py runs them."""
 
 import difflib
+import fcntl
 import functools
 import math
 import os
@@ -13,7 +14,7 @@ import time
 import urllib.parse
 
 import moves
-from repository import make, number, numbered, parent, patched, programs
+from repository import ROOT, make, number, numbered, parent, patched, programs
 
 # ---- Pages ----
 
@@ -315,6 +316,10 @@ def find(part, lines, start):
     return -1
 
 
+def without_blanks(line):
+    return "".join(line.split())
+
+
 def check_parts(page, block, parts, before=False):
     """The parts stand in the block's source, each in one piece, and in this order. Each is
     a list of (number of the line in the page, line)."""
@@ -323,8 +328,8 @@ def check_parts(page, block, parts, before=False):
     except FileNotFoundError as error:
         path = os.path.relpath(error.filename, page.root)
         return [f"{page.path}: there is no {path}"]
-    # As in `make diff-5.3`, what stays is shown as it is indented afterwards.
-    flat = str.lstrip if before else str
+    # As in `make diff-5.3`, what stays has the blanks that it has afterwards.
+    flat = without_blanks if before and page.move(block.line) else str
     source = [flat(line) for line in source]
     start = 0
     for part in parts:
@@ -959,5 +964,8 @@ def check_transcripts(page, run, patience=10):
     typed = "\n".join(command or "" for _, command, _ in transcripts(page))
     built = set(re.findall(r"(?<=\bbuild/)\d+\.\d+\b", typed)) & {*known_moves(page.root)}
     if built:
-        make("BUILD=build", *sorted(built))
+        # Another worker may want the same ones.
+        with open(f"{ROOT}/Makefile") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            make("BUILD=build", *sorted(built))
     return Rerun(page, run, patience).all()

@@ -299,6 +299,21 @@ def test_the_program_changes_with_the_move(browser, page, size):
     assert not browser.find(".which").is_displayed()
 
 
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", MOVES[:1])
+def test_accessible_at_a_move(browser, page, scheme):
+    browser.media(prefers_color_scheme=scheme)
+    for size in "wide", "phone":
+        browser.size(size)
+        browser.open(page)
+        browser.script("document.querySelector('.program').classList.contains('open') ||"
+                       " document.querySelector('.handle').click()")
+        go_to_move(browser, browser.find("h2[data-move]").get_attribute("data-move"))
+        with open(AXE, encoding="utf-8") as file:
+            browser.script(file.read())
+        check(browser)
+
+
 @pytest.mark.parametrize("page", MOVES)
 def test_the_finished_program(browser, page):
     """The switch shows it instead, with what is left of the lines that are read; and
@@ -314,8 +329,8 @@ def test_the_finished_program(browser, page):
     browser.click("[data-which=finished]")
     assert browser.script(f"return {BESIDE}") == finished
     shown = moves.states(finished[0].removesuffix(".cpp"))[int(name.split(".")[1])]
-    left = [re.sub(r"^\d+\s*", "", line) for line in browser.script(texts)]
-    assert all(line in shown for line in left)
+    left = [re.sub(r"^\d+|\s", "", line) for line in browser.script(texts)]
+    assert all(line in re.sub(r"\s", "", shown) for line in left)
     # It stays so in the next section.
     browser.script("document.querySelectorAll('h2[data-move]')[1].scrollIntoView()")
     time.sleep(0.3)

@@ -224,7 +224,8 @@ def compile_error(text):
 
 
 def check(step, root=ROOT, compiled=False):
-    """What is wrong with the moves of a step, a message each."""
+    """What is wrong with the moves of a step, a message each. They are compiled, too,
+    unless somebody has done that."""
     try:
         texts = states(step, root)
     except ValueError as error:

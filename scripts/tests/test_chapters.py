@@ -688,17 +688,28 @@ def test_good_transcripts(tmp_path, run):
     assert rerun(tmp_path, run, TWO_TERMINALS + OTHERS) == []
 
 
-def test_moves_are_built_for_transcripts(tmp_path, monkeypatch):
-    """Those that the page types, and their servers are known as such."""
+def test_transcripts_of_moves(tmp_path, run, monkeypatch):
+    """Their programs are those that have been built for the tests. Here others stand in
+    their place: a server that catches no signal, and a client."""
     write_moves(tmp_path)
-    made = []
-    monkeypatch.setattr(chapters, "make", lambda *arguments: made.append(arguments))
-    (tmp_path / README).write_text(
-        "```console\n$ ./build/5.2 0123456789abcdef\n$ ./build/5_two 0123456789abcdef\n"
-        "$ ./build/5.1 0123456789abcdef | ./build/5.7\n```\n")
-    assert len(chapters.check_transcripts(Page(tmp_path, README), run=None)) == 3
-    assert made == [("BUILD=build", "5.1", "5.2")]
-    assert chapters.SERVER.fullmatch("FI_PROVIDER=shm ./build/5.1")
+    folder = tmp_path / "quick"
+    folder.mkdir()
+    here = os.path.relpath(folder)
+    server = ("echo Run the client with the following command:\n"
+              f"echo \"  $0 {'0' * 16}\"\nexec sleep 60")
+    for name, script in ("5.1", server), ("5.2", 'echo "$0 $1"'):
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    built = []
+    monkeypatch.setattr(chapters, "build_moves",
+                        lambda names: built.append(names) or here)
+    text = ("```console\n$ ./build/5.1\nRun the client with the following command:\n"
+            f"  ./build/5.1 {'a' * 16}\n^C\n```\n\n"
+            f"```console\n$ ./build/5.2 {'a' * 16}\n./build/5.2 {'a' * 16}\n```\n")
+    assert rerun(tmp_path, run, text, 2) == []
+    assert built == [["5.1", "5.2"]]
+    messages = rerun(tmp_path, run, text.replace("\n./build/5.2", "\n./built/5.2"), 2)
+    assert len(messages) == 1 and "README.md:9: `./build/5.2" in messages[0], messages
 
 
 TRANSCRIPT_FAULTS = {

@@ -12,10 +12,8 @@ import pytest
 
 import moves
 from harness import PROVIDERS, First, owned_shm_files
-from repository import ROOT, make
+from repository import ROOT, build_moves, make
 from small_repository import Repository
-
-FOLDER = "build/quick"
 
 
 class Promise(typing.NamedTuple):
@@ -66,11 +64,8 @@ def name_of(step, k):
 
 @functools.cache
 def build(step):
-    """Builds all moves of a step. Returns their folder. They are built without the headers
-    of QUICKLY: one that includes too little would not be noticed."""
-    make("CXXFLAGS=-O0", f"BUILD={FOLDER}", "CUDA_HOME=",
-         *(name_of(step, k) for k in range(1, len(moves.patches(step)) + 1)))
-    return FOLDER
+    """Builds all moves of a step. Returns their folder."""
+    return build_moves([name_of(step, k) for k in range(1, len(moves.patches(step)) + 1)])
 
 
 def of_steps(*values):

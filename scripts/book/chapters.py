@@ -339,8 +339,12 @@ def check_parts(page, block, parts, before=False):
             most = max(agreement(lines, source, at)
                        for at in range(start, len(source) + 1))
             where = f"not in {path}"
+            having = [move for move, state in enumerate(page.states)
+                      if find(lines, [flat(line) for line in state], 0) >= 0]
             if find(lines, source, 0) >= 0:
                 most, where = 0, f"stands before what is shown above it in {path}"
+            elif having:
+                most, where = 0, f"{where}, but in move {page.number}.{having[-1]}"
             elif most:
                 where += " after the line above it"
             return [page.message(part[most][0], f'{where}: "{part[most][1]}"')]
@@ -722,6 +726,7 @@ def check_targets(page):
     own = re.findall(r"(?m)^(?:cp src/\w+\.cpp |.* > )src/(\w+)\.cpp$",
                      "\n".join(command for _, command in commands))
     own += [name for _, name in OWN_PATCH.findall(page.text)]
+    own += [f"my_{step}" for step in re.findall(r"\bmake type-(\d+)\.\d", page.text)]
     own += [f"build/cuda/{name}" for name in own]
     known = [str(number(name)) for name in programs(page.root)] + known_moves(page.root)
     messages = []

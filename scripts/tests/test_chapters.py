@@ -142,9 +142,9 @@ def test_lines_of_moves_are_counted(tmp_path):
 
 MOVE_FAULTS = {
     "not-yet": ("check_excerpts", "int slow() {\n  return one();", "  return 2;",
-                "chapters/5_two.md:19: not in move 5.1: \"  return 2;\""),
+                "chapters/5_two.md:19: not in move 5.1, but in move 5.2: \"  return 2;\""),
     "no-longer": ("check_excerpts", "  return 2;", "int slow() {",
-                  ":46: not in src/5_two.cpp: \"int slow() {\""),
+                  ":46: not in src/5_two.cpp, but in move 5.1: \"int slow() {\""),
     "of-the-last": ("check_excerpts", "  if (fast()) {", "  if (slow()) {",
                     ":36: not in move 5.2: \"  if (slow()) {\""),
     "before": ("check_diffs", "-int slow() {", "-int two() {",
@@ -166,6 +166,8 @@ MOVE_FAULTS = {
               "5_two.md: the order of its sections is 5.1, 5.2, 5.1"),
     "target": ("check_targets", "## What", "```sh\nmake diff-5.7\n```\n\n## What",
                ":44: make has no diff-5.7"),
+    "typed": ("check_targets", "## What", "```sh\nmake type-5.1\nmake my_5\nmake my_6\n```"
+              "\n\n## What", ":46: make has no my_6"),
 }
 
 

@@ -276,7 +276,7 @@ class Chapter:
         for one in [move, None] if self.program and name else []:
             found = self.program.at(one).targets.get(name[1])
             if found:
-                return self.program.at(one).place(found.first), {
+                return self.program.at(one).plain_place(found.first, found.last), {
                     "data-lines": f"{found.first + 1}-{found.last + 1}",
                     **({"data-move": self.program.at(one).name} if one else {})}
         known = re.fullmatch(r"man ([137]) (f\w+)|(fi_info) .*", text)
@@ -333,7 +333,8 @@ class Chapter:
         links = []
         for where in ranges:
             first, last = where[0] + 1, where[-1] + 1
-            links.append(f'<a href="{beside.place(where[0])}" data-lines="{first}-{last}">'
+            links.append(f'<a href="{beside.plain_place(where[0], where[-1])}" '
+                         f'data-lines="{first}-{last}">'
                          + (f"{first} to {last}" if last > first else f"{first}") + "</a>")
         said = ", ".join(links[:-1]) + " and " * (len(links) > 1) + links[-1]
         said = ("line " if len(ranges) == 1 and len(ranges[0]) == 1 else "lines ") + said

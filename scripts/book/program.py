@@ -208,10 +208,17 @@ class Program:
         """Itself after a move, or, without one, finished."""
         return self.moves[move - 1] if move else self
 
-    def place(self, first, last=None):
-        """The address of some of its lines, whose numbers begin at 0."""
+    def place(self, first, last):
+        """The address of its lines from one number to another, which begin at 0."""
         return (f"#{self.name}-" if self.move else "#") + f"L{first + 1}" + (
-            f"-L{last + 1}" if last is not None and last > first else "")
+            f"-L{last + 1}" if last > first else "")
+
+    def plain_place(self, first, last):
+        """Without the page's script, only the finished program is there: the first of these
+        lines that it has."""
+        where = {line: at for at, line in enumerate(self.finished.lives)}
+        left = [where[line] for line in self.lives[first:last + 1] if line in where]
+        return f"#L{left[0] + 1}" if left else "#program"
 
     def words(self):
         """All words in it: its names, and others that mean nothing."""

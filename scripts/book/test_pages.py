@@ -402,7 +402,7 @@ def test_what_is_clicked_stays(browser):
     browser.click("#excerpt-3 figcaption a")
     held = numbers(browser.find("#excerpt-3").get_attribute("data-lines"))
     assert browser.lit() == held
-    assert browser.script("return location.hash") == f"#L{held[0]}-L{held[-1]}"
+    assert browser.script("return location.hash") == address(browser, "#excerpt-3")
     browser.script("document.getElementById('excerpt-9').scrollIntoView()")
     time.sleep(0.3)
     assert browser.lit() == held
@@ -419,12 +419,20 @@ def test_what_is_clicked_stays(browser):
         assert not browser.all(".excerpt.held")
 
 
+def address(browser, selector):
+    """That of an excerpt's first lines, which are those of a move in its section."""
+    excerpt = browser.find(selector)
+    first, last = excerpt.get_attribute("data-lines").split(",")[0].split("-")
+    move = excerpt.get_attribute("data-move")
+    return "#" + (f"{move}-" if move else "") + f"L{first}" + (
+        f"-L{last}" if last != first else "")
+
+
 def test_the_address_of_lines(browser):
     """Opened anew, it lights them, and shows the passage."""
     browser.open("6_write.html")
     lines = browser.find("#excerpt-5").get_attribute("data-lines").split(",")[0]
-    first, last = lines.split("-")
-    browser.open(f"6_write.html#L{first}-L{last}")
+    browser.open("6_write.html" + address(browser, "#excerpt-5"))
     browser.until("document.querySelector('.found')")
     assert browser.lit() == numbers(lines)
     assert browser.script("""

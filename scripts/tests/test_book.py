@@ -105,13 +105,6 @@ def moves_of(path):
     return {move["name"]: move for move in json.loads(found[1])} if found else {}
 
 
-def has_lines(path, move, *numbers):
-    """Whether a page has a move with these lines."""
-    found = moves_of(path).get(move)
-    return found and all(int(number) <= sum(len(lines_) - 1 for lines_ in found["lines"])
-                         for number in numbers if number)
-
-
 def test_links(out, pages):
     """They lead to a page of the book that has the place, or into the web. No two places
     of a page have the same name."""
@@ -124,11 +117,10 @@ def test_links(out, pages):
             path, _, fragment = urllib.parse.unquote(href).partition("#")
             target = os.path.normpath(
                 os.path.join(os.path.dirname(name), path)) if path else name
-            # The script understands these: #new, of moves #5.3-new and #5.3-L7.
-            move = re.fullmatch(r"([\d.]+)-(new|L(\d+)(-L(\d+))?)", fragment)
+            # The script understands these: #new, and of a move #5.3-new.
             if target not in pages or (
                     fragment not in ["", "new"] and fragment not in pages[target].ids
-                    and not (move and has_lines(out / target, move[1], move[3], move[5]))):
+                    and fragment not in [f"{move}-new" for move in moves_of(out / target)]):
                 dead.append(f"{name}: {href}")
     assert not dead
 
@@ -454,14 +446,15 @@ def test_moves_are_beside_their_sections(tmp_path):
     excerpts = re.findall(r'class="excerpt" id="(.*?)" data-lines="(.*?)"(?: data-move="(.*?)")?>'
                           r'<figcaption>\w+ <a href="(.*?)"', text)
     assert excerpts == [
-        ("excerpt-1", "8-8", "", "#L8"), ("excerpt-2", "5-6", "5.1", "#5.1-L5"),
-        ("excerpt-3", "8-9", "5.2", "#5.2-L8"), ("excerpt-4", "3-3,5-5,7-7", "5.2", "#5.2-L3"),
+        ("excerpt-1", "8-8", "", "#L8"), ("excerpt-2", "5-6", "5.1", "#L9"),
+        ("excerpt-3", "8-9", "5.2", "#L8"), ("excerpt-4", "3-3,5-5,7-7", "5.2", "#L3"),
         ("excerpt-5", "6-6", "", "#L6")]
-    # A name leads to what it is after the move, or else in the finished program.
+    # A name leads to what it is after the move, or else in the finished program; without
+    # the script, to what is left of it there.
     links = re.findall(r'<a href="([^"]*)" data-lines="(.*?)"(?: data-move="(.*?)")?><code>(\w+)',
                        text)
-    assert links == [("#L8", "8-10", "", "fast"), ("#5.1-L5", "5-7", "5.1", "slow"),
-                     ("#5.1-L2", "2-4", "5.1", "one"), ("#5.2-L8", "8-10", "5.2", "fast")]
+    assert links == [("#L8", "8-10", "", "fast"), ("#L9", "5-7", "5.1", "slow"),
+                     ("#L2", "2-4", "5.1", "one"), ("#L8", "8-10", "5.2", "fast")]
     assert '<a href="#5.2-new"><code>make diff-5.2' in text
     assert found["5.1"]["names"]["slow"] == "#5.1-L5-L7"
     # A line leads to the excerpt of its move, or else to one where it still stands.

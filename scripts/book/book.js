@@ -729,8 +729,7 @@ const actions = {
         ["← →", "the chapter before, or where you came from; the next chapter"],
         ["j k", "the next excerpt, the one before"],
         ["h", "hold the lines of this excerpt, or let go"],
-        ["n", "all of the program, or only what is new"],
-        ["f", "the program after the move that you read, or the finished one"], ["/", "search"],
+        ["n", "only what is new, or all"], ["f", "the finished program"], ["/", "search"],
         ["t", "light or dark"], ["Esc", "close this, let go of lines"]])
         list.append(make("dt", {}, ...key.split(" ").flatMap(k => [make("kbd", {}, k), " "])),
                     make("dd", {}, text));

@@ -361,20 +361,28 @@ def carried(mine, changes):
     return text, says, error
 
 
+def lead(step, first, last, root):
+    """The states, if the moves lead from the first one to the last one; otherwise
+    nothing."""
+    try:
+        texts = apply_all(step, first, root)
+    except ValueError:
+        return []
+    return texts if texts[-1] == last else []
+
+
 def carry(step, rev="HEAD", root=ROOT):
     """Carries what has changed since a commit. Returns whether all went well."""
     root = pathlib.Path(root)
     before = parent(step, root)
     new_first, new_last = source(before, root), source(step, root)
-    try:
-        if apply_all(step, new_first, root)[-1] == new_last:
-            print(f"{step}: the moves begin with {before} and end in {step} already")
-            return True
-    except ValueError:
-        pass  # so there is something to carry
-    old = apply_all(step, source(before, root, rev), root)
-    if old[-1] != source(step, root, rev):
-        raise ValueError(f"at {rev} the moves did not end in src/{step}.cpp either")
+    if lead(step, new_first, new_last, root):
+        print(f"{step}: the moves lead from {before} to {step} already")
+        return True
+    old = lead(step, source(before, root, rev), source(step, root, rev), root)
+    if not old:
+        raise ValueError(f"the moves do not lead from {before} to {step} as these were at "
+                         f"{rev} either; name the commit before the change")
     if error := compile_error(new_last):
         raise ValueError(f"src/{step}.cpp does not compile: {error}")
     moves = patches(step, root)
@@ -396,7 +404,7 @@ def carry(step, rev="HEAD", root=ROOT):
         number = f"{step.split('_')[0]}.{k}"
         path = root / f"build/moves/carry/{step}/{moves[k - 1].stem}.cpp"
         asked = path.with_suffix(".conflict")
-        if error and path.exists():
+        if error and path.exists() and path.read_text() != asked.read_text():
             if asked.read_text() != text:
                 raise ValueError(f"{path.relative_to(root)} resolves another conflict; move "
                                  "it away, and run this again")

@@ -25,6 +25,7 @@ import difflib
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,6 +278,14 @@ def rename(text, names):
     return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text)
 
 
+def formatted(text, root):
+    """What clang-format makes of it, as of the program that somebody has renamed things
+    in. Where it is not installed, more is left to carry."""
+    if not (root / ".clang-format").exists() or not shutil.which("clang-format"):
+        return text
+    return output(["clang-format", "--assume-filename=src/x.cpp"], root, input=text)
+
+
 def resolve(mine, base, theirs, insert, said):
     """Does to the lines `mine` what was done to `base`, line by line. What concerns only
     lines that `mine` has not got is left out, and said. A new line that has lost one of
@@ -355,7 +364,7 @@ def carried(mine, changes):
                                    "it compiles so")]:
         for line, own in said[kind]:
             # What one change could not do, the other has done.
-            if line.strip() and (kind == "unclear" or line not in there):
+            if line.strip() and (line not in there or kind == "unclear" and insert):
                 done = kind == "look" and not {*own} <= unchanged
                 says.append(f"    {'done otherwise' if done else what}: {line.strip()}")
     return text, says, error
@@ -394,7 +403,8 @@ def carry(step, rev="HEAD", root=ROOT):
         for k, path in enumerate(moves, 1):
             if re.search(rf"\b{p}\b", head(step, k, root)):
                 print(f"  LOOK: the head of {path.name} still says {p}")
-    old = [rename(text, names) for text in old]
+    if names:
+        old = [formatted(rename(text, names), root) for text in old]
     used = []
     new = [None] * len(moves) + [new_last]
     for k in range(len(moves) - 1, 0, -1):

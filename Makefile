@@ -294,6 +294,8 @@ typed-%:
 lint:
 	@scripts/install-deps.sh lint
 	clang-format --dry-run -Werror $(PROGRAMS:%=src/%.cpp) scripts/*/*.cpp
+	@for move in $(MOVES); do python3 scripts/moves/moves.py state $$move | \
+	  clang-format --dry-run -Werror --assume-filename=src/$$move.cpp || exit 1; done
 
 # The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
 # It says what it installs before it does.

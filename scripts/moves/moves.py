@@ -25,6 +25,7 @@ import difflib
 import os
 import pathlib
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -277,6 +278,14 @@ def rename(text, names):
     return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text)
 
 
+def formatted(text, root):
+    """What clang-format makes of it, as of the program that somebody has renamed things
+    in. Where it is not installed, more is left to carry."""
+    if not (root / ".clang-format").exists() or not shutil.which("clang-format"):
+        return text
+    return output(["clang-format", "--assume-filename=src/x.cpp"], root, input=text)
+
+
 def resolve(mine, base, theirs, insert, said):
     """Does to the lines `mine` what was done to `base`, line by line. What concerns only
     lines that `mine` has not got is left out, and said. A new line that has lost one of
@@ -355,10 +364,20 @@ def carried(mine, changes):
                                    "it compiles so")]:
         for line, own in said[kind]:
             # What one change could not do, the other has done.
-            if line.strip() and (kind == "unclear" or line not in there):
+            if line.strip() and (line not in there or kind == "unclear" and insert):
                 done = kind == "look" and not {*own} <= unchanged
                 says.append(f"    {'done otherwise' if done else what}: {line.strip()}")
     return text, says, error
+
+
+def lead(step, first, last, root):
+    """The states, if the moves lead from the first one to the last one; otherwise
+    nothing."""
+    try:
+        texts = apply_all(step, first, root)
+    except ValueError:
+        return []
+    return texts if texts[-1] == last else []
 
 
 def carry(step, rev="HEAD", root=ROOT):
@@ -366,15 +385,13 @@ def carry(step, rev="HEAD", root=ROOT):
     root = pathlib.Path(root)
     before = parent(step, root)
     new_first, new_last = source(before, root), source(step, root)
-    try:
-        if apply_all(step, new_first, root)[-1] == new_last:
-            print(f"{step}: the moves begin with {before} and end in {step} already")
-            return True
-    except ValueError:
-        pass  # so there is something to carry
-    old = apply_all(step, source(before, root, rev), root)
-    if old[-1] != source(step, root, rev):
-        raise ValueError(f"at {rev} the moves did not end in src/{step}.cpp either")
+    if lead(step, new_first, new_last, root):
+        print(f"{step}: the moves lead from {before} to {step} already")
+        return True
+    old = lead(step, source(before, root, rev), source(step, root, rev), root)
+    if not old:
+        raise ValueError(f"the moves do not lead from {before} to {step} as these were at "
+                         f"{rev} either; name the commit before the change")
     if error := compile_error(new_last):
         raise ValueError(f"src/{step}.cpp does not compile: {error}")
     moves = patches(step, root)
@@ -386,7 +403,8 @@ def carry(step, rev="HEAD", root=ROOT):
         for k, path in enumerate(moves, 1):
             if re.search(rf"\b{p}\b", head(step, k, root)):
                 print(f"  LOOK: the head of {path.name} still says {p}")
-    old = [rename(text, names) for text in old]
+    if names:
+        old = [formatted(rename(text, names), root) for text in old]
     used = []
     new = [None] * len(moves) + [new_last]
     for k in range(len(moves) - 1, 0, -1):
@@ -396,7 +414,7 @@ def carry(step, rev="HEAD", root=ROOT):
         number = f"{step.split('_')[0]}.{k}"
         path = root / f"build/moves/carry/{step}/{moves[k - 1].stem}.cpp"
         asked = path.with_suffix(".conflict")
-        if error and path.exists():
+        if error and path.exists() and path.read_text() != asked.read_text():
             if asked.read_text() != text:
                 raise ValueError(f"{path.relative_to(root)} resolves another conflict; move "
                                  "it away, and run this again")

@@ -269,7 +269,7 @@ def test_carry_a_name(repo):
         "Twice", "Double").replace("Count", "Total")
     assert moves.head("5_two", 1, repo.folder) == HEAD
     assert tool(repo, "carry")[:2] == (
-        0, "5_two: the moves begin with 4_one and end in 5_two already\n")
+        0, "5_two: the moves lead from 4_one to 5_two already\n")
 
 
 def test_carry_a_fix(repo):
@@ -290,7 +290,7 @@ def test_carry_after_commit(repo):
     edit(repo, "Twice(1)", "Twice(2)", "5_two")
     repo.commit()
     status, _, error = tool(repo, "carry", "5_two")
-    assert status == 1 and "at HEAD the moves did not end in src/5_two.cpp either" in error
+    assert status == 1 and "as these were at HEAD either" in error
     assert tool(repo, "carry", "5_two", "HEAD~1")[0] == 0
     assert "Twice(2)" in moves.states("5_two", repo.folder)[1]
 
@@ -333,14 +333,23 @@ def test_make(repo):
     assert "there is no move 5.3; there are: 5.1 5.2" in make_it("diff-5.3")
 
     mine = repo.path("my_5")
-    assert "make type-5.2 makes it" in make_it("typed-5.2")
     assert "make my_5 " in make_it("type-5.2") and mine.read_text() == FIRST
     assert "+  int result = 2;" in make_it("typed-5.2").splitlines()
-    # As somebody may type it.
+
+
+def test_type(repo):
+    """What somebody has typed is compared as code, and not written over."""
+    shutil.copy(f"{ROOT}/scripts/moves/type.sh", repo.folder / "scripts/moves")
+    mine = repo.path("my_5")
+    assert "make type-5.2 makes it" in repo.run("moves/type.sh", "typed-5.2")[2]
     mine.write_text(LAST.replace("  ", "    ").replace("\n\n", "\n// Here:\n"))
-    assert "my_5.cpp is what it should be after move 5.2." in make_it("typed-5.2")
     typed = mine.read_text()
-    assert "make type-5.2 FORCE=1 writes over it" in make_it("type-5.2")
+    assert repo.run("moves/type.sh", "typed-5.2") == (
+        0, "src/my_5.cpp is what it should be after move 5.2.\n", "")
+    status, _, error = repo.run("moves/type.sh", "type-5.2")
+    assert status == 2 and "make type-5.2 FORCE=1 writes over it" in error
     assert mine.read_text() == typed
-    make_it("type-5.2", "FORCE=1")
-    assert mine.read_text() == FIRST
+    # Somebody has typed the first move, and goes on with the second.
+    mine.write_text(FIRST.replace("// Only in this move.\n", ""))
+    assert "is the program before move 5.2 already" in repo.run("moves/type.sh", "type-5.2")[1]
+    assert mine.read_text() != FIRST

@@ -61,7 +61,22 @@ def unseen(run):
         yield ("where the program reads memory that is not its own, or writes memory that it has "
                "lent: WATCH_TRAP=1 sees that, slowly (not over shm and sockets)")
     else:
-        yield "touches of buffers that share a page with something else"
+        shared = {op.addr for p in run.ps for op in p.ops.values() if op.size and
+                  not has_page(op.region or op, op)}
+        if shared:
+            yield (f"touches of {plural(len(shared), 'buffer')} that share{'s' * (len(shared) == 1)} "
+                   "a page with something else: aligned_alloc(4096, …) and whole pages make them "
+                   "visible")
+    yield "what goes wrong only when completions come in another order than in this run"
+
+
+def has_page(region, op):
+    """Whether a buffer has a page of its own. A region that begins with a page has its last
+    one, too."""
+    end = region.addr + region.size
+    last = -(-end // 4096) * 4096 if region.addr % 4096 == 0 else end // 4096 * 4096
+    return min(-(-(op.addr + op.size) // 4096) * 4096, last) > max(
+        op.addr // 4096 * 4096, -(-region.addr // 4096) * 4096)
 
 
 def summary(run):
@@ -70,7 +85,7 @@ def summary(run):
     lines += [f"look:  {finding(run, w)}" for w in run.notes]
     count = sum(len(p.ops) for p in run.ps)
     lines.append(f"{outcome(run)[0].upper()}{outcome(run)[1:]} in {plural(count, 'operation')} of "
-                 f"{len(run.ps)} processes.")
+                 f"{plural(len(run.ps), 'process')}.")
     return lines + [f"Not seen: {what}." for what in unseen(run)]
 
 

@@ -78,7 +78,8 @@ def run(options, folder, scratch):
     name = os.path.basename(options.program)
     arguments, server_arguments = options.arguments, options.s
     # As much as a picture can show.
-    small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"]}
+    small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"],
+             "13_": ["3", "20"]}
     if not arguments:
         arguments = next((some for start, some in small.items() if name.startswith(start)), [])
     if name.startswith("9_"):

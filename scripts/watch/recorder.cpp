@@ -221,7 +221,7 @@ struct Op {
   size_t count;  // pieces
   std::array<Piece, kMostPieces> pieces;
   bool device;
-  uint64_t sum = 0;
+  uint64_t sum = 0;             // 0: not known yet
   std::vector<char> copy = {};  // of its first piece
   // Of an atomic operation, the operand, and what it was.
   const void* operand = nullptr;
@@ -708,7 +708,7 @@ void CheckChange(const Op& op, size_t length, uint64_t time) {
   if (was != op.copy.end()) {
     Log(time, kChanged, op.what, op.ep->id, op.id,
         {uint64_t(was - op.copy.begin()), uint8_t(*was), uint8_t(*is), 1});
-  } else if (op.what != kRecv && op.size() > op.copy.size() &&
+  } else if (op.what != kRecv && op.size() > op.copy.size() && op.sum != 0 &&
              Sum(op) != op.sum) {
     Log(time, kChanged, op.what, op.ep->id, op.id, {op.copy.size(), 0, 0, 0});
   }

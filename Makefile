@@ -234,7 +234,7 @@ bench-crowd:
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
 	@scripts/install-deps.sh build exercise
-	@$(MAKE) --no-print-directory $(BUILD)/sender \
+	@$(MAKE) --no-print-directory $(BUILD)/sender $(BUILD)/watch.so \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
@@ -245,7 +245,8 @@ break-%:
 	@BUILD='$(BUILD)' scripts/breaks/run.sh $*
 
 # Runs a program with a recorder, and shows who owned what when, and what was wrong in
-# that: make watch-6, make watch-mine. With DIR: of what was recorded by hand.
+# that: make watch-6, make watch-mine, make watch-break-6. With DIR: of what was recorded
+# by hand.
 watch-%:
 	@scripts/install-deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/watch.so \
@@ -253,6 +254,10 @@ watch-%:
 	  $(error there is no program $*))
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN))) $(ARGS)
+watch-break-%:
+	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so >/dev/null
+	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
+	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(filter $*_%,$(PROGRAMS)) $(ARGS)
 watch:
 	@[ -n '$(DIR)' ] || { \
 	  echo 'error: name the folder with the records: make watch DIR=run' >&2; exit 2; }

@@ -876,7 +876,7 @@ def page(picture, lines, found, title):
 :root {{ color-scheme: light dark }}
 body {{ margin: 1em; font: 15px/1.4 Helvetica, Arial, "Liberation Sans", sans-serif }}
 .wide {{ overflow-x: auto }}
-.wide svg {{ max-width: 100%; min-width: 800px; height: auto }}
+.wide svg {{ max-width: 100%; min-width: 1000px; height: auto }}
 .wrong {{ color: #cf222e; font-weight: bold }} .look {{ color: #8a5a00 }}
 @media (prefers-color-scheme: dark) {{
   body {{ background: #0d1117; color: #e6edf3 }}

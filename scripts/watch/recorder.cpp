@@ -36,6 +36,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 #include <unwind.h>
@@ -158,6 +159,7 @@ void OpenFile() {
       std::string(folder) + "/" + std::to_string(getpid()) + ".watch";
   size_t bytes = static_cast<size_t>(std::max(Setting("WATCH_MB", 256), 1L))
                  << 20;
+  mkdir(folder, 0777);  // unless it is there
   g_file = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   void* map = MAP_FAILED;
   if (g_file >= 0 && ftruncate(g_file, static_cast<off_t>(bytes)) == 0) {

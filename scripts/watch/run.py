@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 
@@ -134,9 +135,13 @@ def show(folder, source, quiet=False):
         if len(short) > limit:
             print(f"{'':15}  … and {len(short) - limit} lines more; all are in {folder}/trace.txt")
         print()
-    print(*draw.summary(found), sep="\n")
-    print(f"Picture: {folder}/page.html (also picture.svg, trace.txt and, for "
-          "ui.perfetto.dev, trace.json)")
+    lines = [*draw.summary(found), f"Picture: {folder}/page.html (also picture.svg, trace.txt "
+             "and, for ui.perfetto.dev, trace.json)"]
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [textwrap.fill(line, width, subsequent_indent=" " * 7, break_on_hyphens=False)
+                 for line in lines]
+    print(*lines, sep="\n")
     return bool(found.wrongs)
 
 

@@ -9,7 +9,7 @@
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
-#                   for `make watch-6`: the client's arguments
+#                   for `make watch-6`: the client's arguments; CLIENTS: how many at once
 #   DIR, SOURCE     for `make watch`: the folder with the records, and the program's source
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"

@@ -699,8 +699,8 @@ class Finder:
                     continue
                 verb = "written" if touch.into else "read"
                 if op.t0 > touch.t1:
-                    state = (f"it was posted {span(op.t0 - touch.t1)} later, and nothing had lent "
-                             "that place again")
+                    state = (f"it was posted {span(op.t0 - touch.t1)} later, and nothing that was "
+                             "posted in between had lent that place again")
                 elif not op.t1:
                     state = "it never completed"
                 elif op.t1 > touch.t0:
@@ -756,7 +756,7 @@ class Finder:
             if op.what != WRITE and not op.error:
                 readers.add(op.offset, op.size, op)
         never = [op for op in region.remote if op.what == WRITE and not op.error and op.t1 and
-                 not op.notice and not (op.target.t1 and op.target.t1 < op.t1) and
+                 not op.wrong and not op.notice and not (op.target.t1 and op.target.t1 < op.t1) and
                  not any(run.clocks.when(op.p, op.t1, p) for p in run.ps if p is not op.p) and
                  not any(o.t0 >= op.t1 for o in readers.overlapping(op.offset, op.size))]
         if not never:

@@ -6,7 +6,7 @@ Usage: scripts/watch/run.py [-o FOLDER] [-s ARGUMENT]... [-n CLIENTS] [-p PROGRA
                             [CLIENT_ARGUMENT...]
   -o  where the records and pictures go (build/watch/NAME)
   -s  an argument of the server
-  -n  clients at once (1)
+  -n  clients at once (CLIENTS, or else 1)
   -p  the clients' program, if it is another one
   -q  prints only what was found
   -t  seconds, after which both are ended (60)
@@ -158,7 +158,7 @@ def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("-o", default="")
     parser.add_argument("-s", action="append", default=[])
-    parser.add_argument("-n", type=int, default=1)
+    parser.add_argument("-n", type=int, default=int(os.environ.get("CLIENTS") or 1))
     parser.add_argument("-p", default="")
     parser.add_argument("-q", action="store_true")
     parser.add_argument("-t", type=float, default=60)

@@ -9,7 +9,8 @@
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
-#                   for `make watch-6`: the client's arguments; CLIENTS: how many at once
+#                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
+#                   BEHIND=build/strict.so: a library between the recorder and libfabric
 #   DIR, SOURCE     for `make watch`: the folder with the records, and the program's source
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
@@ -249,13 +250,13 @@ break-%:
 # by hand.
 watch-%:
 	@scripts/install-deps.sh build
-	@$(MAKE) --no-print-directory $(BUILD)/watch.so \
+	@$(MAKE) --no-print-directory $(BUILD)/watch.so $(BEHIND) \
 	  $(or $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN))),\
 	  $(error there is no program $*))
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN))) $(ARGS)
 watch-break-%:
-	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so >/dev/null
+	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so $(BEHIND) >/dev/null
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
 	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(filter $*_%,$(PROGRAMS)) $(ARGS)
 watch:

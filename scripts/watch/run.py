@@ -10,7 +10,8 @@ Usage: scripts/watch/run.py [-o FOLDER] [-s ARGUMENT]... [-n CLIENTS] [-p PROGRA
   -p  the clients' program, if it is another one
   -q  prints only what was found
   -t  seconds, after which both are ended (60)
-What the environment has goes to both, LD_PRELOAD too: watch.so is in front of it.
+What the environment has goes to both. BEHIND names a library to load behind watch.so:
+build/strict.so, or build/reorder.so.
 
 Exits with the status of the client, with 1 if a rule was broken."""
 
@@ -36,10 +37,11 @@ BUILD = os.environ.get("BUILD") or "build"
 
 class Running:
     """A process, and what it has printed."""
-    def __init__(self, command, name, folder, quiet):
-        behind = os.environ.get("LD_PRELOAD")
-        preload = [os.path.abspath(f"{BUILD}/watch.so"), *([behind] if behind else [])]
-        env = os.environ | {"WATCH": folder, "LD_PRELOAD": " ".join(preload)}
+    def __init__(self, command, name, folder, scratch, quiet):
+        behind = [os.path.abspath(path) for path in os.environ.get("BEHIND", "").split()]
+        preload = [os.path.abspath(f"{BUILD}/watch.so"), *behind, os.environ.get("LD_PRELOAD", "")]
+        env = {"STRICT_DIR": scratch, **os.environ, "WATCH": folder,
+               "LD_PRELOAD": " ".join(preload).strip()}
         self.lines = []
         self.popen = subprocess.Popen(command, env=env, text=True, errors="replace",
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -91,7 +93,7 @@ def run(options, folder, scratch):
             with open(arguments[0], "wb") as file:
                 file.write(os.urandom(12_000_000))
     end = time.monotonic() + options.t
-    server = Running([options.program, *server_arguments], "server", folder, options.q)
+    server = Running([options.program, *server_arguments], "server", folder, scratch, options.q)
     clients = []
     try:
         while server.address() is None:
@@ -104,7 +106,7 @@ def run(options, folder, scratch):
         command = [options.p or options.program, server.address(), *arguments]
         for number in range(options.n):
             label = "client" if options.n == 1 else f"client {number + 1}"
-            clients.append(Running(command, label, folder, options.q))
+            clients.append(Running(command, label, folder, scratch, options.q))
         for client in clients:
             client.end(end - time.monotonic())
         time.sleep(0.2)  # what the server still has to do for them

@@ -614,7 +614,7 @@ def check_targets(page):
     own = re.findall(r"(?m)^(?:cp src/\w+\.cpp |.* > )src/(\w+)\.cpp$",
                      "\n".join(command for _, command in commands))
     own += [name for _, name in OWN_PATCH.findall(page.text)]
-    own += [f"build/cuda/{name}" for name in own]
+    own += [f"{prefix}{name}" for prefix in ("build/cuda/", "watch-") for name in own]
     messages = []
     for line, command in commands:
         if not MAKE.match(command):

@@ -569,13 +569,21 @@ def draw_lane(run, lane, axis):
                f'd="M{x - 7:.1f},{lane.y + 5}l14,14m-14,0l14,-14"/>')
 
 
+def free_place(begin, end, marks):
+    """The widest part of a box that no mark is on: where it begins, and how wide it is."""
+    inside = sorted(x for x in marks if begin < x < end)
+    parts = zip([begin, *(x + 8 for x in inside)], [*(x - 8 for x in inside), end])
+    a, b = max(parts, key=lambda part: part[1] - part[0])
+    return a, b - a
+
+
 def lane_words(lane, axis):
     """What is in the pieces of a lane, where there is room."""
     if lane.thin or lane.is_map:
         return
     covered = lane.waits + [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
     for t0, t1, owner, content, _, row in lane.pieces:
-        x, width = axis(t0), axis(t1) - axis(t0)
+        x, width = free_place(axis(t0), axis(t1), [axis(t) for t in lane.marks])
         if not fits("#1", width):
             continue
         if owner == "mine" and any(a < t1 and t0 < b for a, b, *_ in covered):
@@ -611,8 +619,8 @@ def draw_map(run, lane, axis):
         back = (told(run, op) or lane.end) if remote else op.end
         for t0, t1, colour in ((lane.begin, begin, "pale-green"),
                                (begin, op.t0, "pale-amber" if remote else "pale-green"),
-                               (op.t0, op.end, "red" if op.wrong else "blue"),
-                               (op.end, back, "pale-red" if op.wrong else "pale-blue"),
+                               (op.t0, min(op.end, lane.end), "red" if op.wrong else "blue"),
+                               (op.end, min(back, lane.end), "pale-red" if op.wrong else "pale-blue"),
                                (back, lane.end, "pale-green")):
             if t1 > t0:
                 yield (f'<rect fill="{style.PALETTE[colour]}" x="{axis(t0):.1f}" '

@@ -705,9 +705,11 @@ void CheckChange(const Op& op, size_t length, uint64_t time) {
       op.what == kAtomic)
     return;
   size_t from = op.what == kRecv ? std::min(length, op.copy.size()) : 0;
-  auto [was, is] = std::mismatch(op.copy.begin() + ptrdiff_t(from),
-                                 op.copy.end(), op.data() + from);
-  if (was != op.copy.end()) {
+  // memcmp is several times faster than the search for the first byte.
+  if (from < op.copy.size() && memcmp(op.copy.data() + from, op.data() + from,
+                                      op.copy.size() - from) != 0) {
+    auto [was, is] = std::mismatch(op.copy.begin() + ptrdiff_t(from),
+                                   op.copy.end(), op.data() + from);
     Log(time, kChanged, op.what, op.ep->id, op.id,
         {uint64_t(was - op.copy.begin()), uint8_t(*was), uint8_t(*is), 1});
   } else if (op.what != kRecv && op.size() > op.copy.size() && op.sum != 0 &&

@@ -123,8 +123,8 @@ def run(options, folder, scratch):
 
 def show(folder, source, quiet=False):
     """Draws the run in a folder, and prints what was found. Returns whether a rule was
-    broken."""
-    found = model.load(folder, source)
+    broken. Without a source, takes that of the program that was recorded."""
+    found = model.load(folder, source or recorded(folder))
     if found is None:
         sys.exit(f"error: {folder} has no records: was WATCH set to it, and LD_PRELOAD to "
                  f"{BUILD}/watch.so?")
@@ -145,6 +145,14 @@ def show(folder, source, quiet=False):
                  for line in lines]
     print(*lines, sep="\n")
     return bool(found.wrongs)
+
+
+def recorded(folder):
+    """The source of a program that was recorded here, or ""."""
+    for path in glob.glob(f"{folder}/*.watch"):
+        for *_, text in model.records(path):
+            return source_of(text.split(b"\0")[0].decode(errors="replace"))
+    return ""
 
 
 def source_of(program):
@@ -170,8 +178,7 @@ def main():
     if not os.path.exists(options.program):  # a folder of records: make watch DIR=...
         sys.exit(f"error: there is no {options.program}")
     if os.path.isdir(options.program):
-        sys.exit(show(options.program, source_of(options.arguments[0])
-                      if options.arguments else "", options.q))
+        sys.exit(show(options.program, "".join(options.arguments), options.q))
     folder = options.o or f"{BUILD}/watch/{os.path.basename(options.program)}"
     os.makedirs(folder, exist_ok=True)
     for old in glob.glob(f"{folder}/*.watch"):

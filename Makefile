@@ -9,7 +9,8 @@
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
-#                   for `make watch-6`: the client's arguments
+#                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
+#                   BEHIND=build/strict.so: a library between the recorder and libfabric
 #   FORCE           for `make type-5.3`: FORCE=1 writes over src/my_5.cpp
 #   DIR, SOURCE     for `make watch`: the folder with the records, and the program's source
 #   RUNS, SIZES, PROVIDERS
@@ -251,7 +252,7 @@ bench-crowd:
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
 	@scripts/install-deps.sh build exercise
-	@$(MAKE) --no-print-directory $(BUILD)/sender \
+	@$(MAKE) --no-print-directory $(BUILD)/sender $(BUILD)/watch.so \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
@@ -262,14 +263,19 @@ break-%:
 	@BUILD='$(BUILD)' scripts/breaks/run.sh $*
 
 # Runs a program with a recorder, and shows who owned what when, and what was wrong in
-# that: make watch-6, make watch-mine. With DIR: of what was recorded by hand.
+# that: make watch-6, make watch-mine, make watch-break-6. With DIR: of what was recorded
+# by hand.
 watch-%:
 	@scripts/install-deps.sh build
-	@$(MAKE) --no-print-directory $(BUILD)/watch.so \
+	@$(MAKE) --no-print-directory $(BUILD)/watch.so $(BEHIND) \
 	  $(or $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))),\
 	  $(error there is no program $*))
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))) $(ARGS)
+watch-break-%:
+	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so $(BEHIND) >/dev/null
+	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
+	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(filter $*_%,$(PROGRAMS)) $(ARGS)
 watch:
 	@[ -n '$(DIR)' ] || { \
 	  echo 'error: name the folder with the records: make watch DIR=run' >&2; exit 2; }

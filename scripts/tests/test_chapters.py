@@ -548,11 +548,12 @@ def test_own_targets(tmp_path):
 ```sh
 cp src/4_hello.cpp src/mine.cpp
 make mine && ./build/mine
+make watch-mine
 make theirs
 ```
 """)
     assert chapters.check_targets(Page(tmp_path, HELLO)) == [
-        f"{HELLO}:26: make has no theirs"]
+        f"{HELLO}:27: make has no theirs"]
 
 
 def test_order_of_reading(tmp_path):

@@ -18,6 +18,7 @@
 //   STRICT_HMEM=N         1: GPU memory is supported (default), 0: it is not,
 //                         2: the provider says so and then registers none
 //   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
+//   STRICT_NAME=NAME      what the provider is called (efa)
 //   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
 //   STRICT_WRITE_FAILS=N  the first WRITE of the N-th adapter is refused
 //   STRICT_ONCE=1         an adapter registers nothing to WRITE from that another
@@ -1664,7 +1665,8 @@ void Disguise(struct fi_info* info, const struct fi_info* hints) {
   info->rx_attr->msg_order = hints->rx_attr->msg_order & FI_ORDER_SAS;
   info->ep_attr->max_msg_size = g_max_msg;
   free(info->fabric_attr->prov_name);
-  info->fabric_attr->prov_name = strdup("efa");
+  const char* name = getenv("STRICT_NAME");
+  info->fabric_attr->prov_name = strdup(name != nullptr ? name : "efa");
   g_device.name = g_nic_name;
   g_link.speed = 100'000'000'000;
   g_nic.fid.fclass = FI_CLASS_NIC;

@@ -201,11 +201,12 @@ def test_long_pages(strict, program):
 
 @pytest.mark.skipif("11_rails" not in PROGRAMS, reason="the tests know nothing of it")
 @pytest.mark.parametrize("rails,given_up,failure", [
-    ("2", 1, {"STRICT_WRITE_FAILS": "2"}), ("4", 2, {"STRICT_ONCE": "1"})],
-    ids=["write", "memory"])
+    ("2", 1, {"STRICT_WRITE_FAILS": "2"}), ("4", 2, {"STRICT_ONCE": "1"}),
+    ("2", 1, {"STRICT_NO_ROOM": "2"})], ids=["write", "memory", "room"])
 def test_rail_fails(strict, rails, given_up, failure):
-    """One of two adapters does not do its part: a WRITE of it fails, or it has no room
-    for the pages, whichever of its rails asks. The other one does the work."""
+    """One of two adapters does not do its part: a WRITE of it fails, it has no room for
+    the pages, whichever of its rails asks, or none for any WRITE. The other one does the
+    work."""
     server = strict("11_rails", "shm", STRICT_ADAPTERS="2", **failure)
     client = server.check_client(*ARGUMENTS["11_rails"], timeout=20,
                                  STRICT_ADAPTERS=rails)

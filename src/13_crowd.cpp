@@ -1213,9 +1213,10 @@ int ClientMain(const Address& server_addr, AppMessageType type,
   }
   Domain domain(GetInfo());
   Client client(domain, server_addr);
+  // A signal may come before the first contact, or wait for its end. In between,
+  // the shm provider of libfabric 1.17 would end the server with us.
+  CheckInterrupted();
   client.Connect();
-  // A signal must not end us in the middle of the first contact: with the shm
-  // provider of libfabric 1.17, the server would end with us.
   auto has_left = [&] { return client.HasLeft(); };
   WaitFor(client, "sending CONNECT", has_left, kContactGrace);
   WaitFor(client, "waiting for ACCEPT", [&] { return client.IsConnected(); });

@@ -7,6 +7,8 @@
 //             one its effect: it ends this process
 //   pages     the server makes one page at a time, and posts a few WRITEs at a
 //             time, looking at others meanwhile
+//   large     of the largest pages, two are on their way at a time
+//   silence   the time in which a client waits for its pages is no silence
 //   progress  no PROGRESS follows one that is still on its way
 //   close     an endpoint is closed before the regions that it uses
 
@@ -124,13 +126,13 @@ struct Pair {
   }
 
   // Asks for pages, and waits until the server has seen that.
-  void Ask(uint32_t num_pages) {
+  void Ask(uint32_t num_pages, uint64_t page_size = 4096) {
     std::vector<uint32_t> page_idx(num_pages);
     std::iota(page_idx.begin(), page_idx.end(), 0);
     AppRandomFillMessage request = {};
     request.base.type = AppMessageType::kRandomFill;
     request.imm_data = 1;
-    request.page_size = 4096;
+    request.page_size = page_size;
     request.num_pages = num_pages;
     request.size = num_pages * request.page_size;
     request.total_repeat = 1;
@@ -167,6 +169,25 @@ int CheckPages() {
              : Fail("many WRITEs at a time");
 }
 
+int CheckLarge() {
+  Pair pair;
+  pair.Ask(3, kMaxPageSize);
+  while (pair.state->made_pages < 3) pair.state->Poll();
+  printf("in flight: %zu\n", pair.state->posted_write_ops);
+  return pair.state->posted_write_ops == 2 ? 0 : Fail("not two at a time");
+}
+
+int CheckSilence() {
+  Pair pair;
+  pair.memory_left = 0;  // so the client has to wait
+  pair.Ask(1);
+  pair.state->session.endpoint.silent_since -= 1h;
+  pair.state->Poll();
+  pair.memory_left = kMaxTransfer;
+  while (pair.state->posted_write_ops == 0) pair.state->Poll();
+  return 0;
+}
+
 int CheckProgress() {
   Pair pair;
   pair.memory_left = 0;  // so the client has to wait
@@ -199,6 +220,8 @@ int main(int argc, char** argv) {
   if (check == "order") return CheckOrder();
   if (check == "signal") return CheckSignal();
   if (check == "pages") return CheckPages();
+  if (check == "large") return CheckLarge();
+  if (check == "silence") return CheckSilence();
   if (check == "progress") return CheckProgress();
   if (check == "close") return CheckClose();
   return 2;

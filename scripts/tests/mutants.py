@@ -649,6 +649,123 @@ MUTANTS |= {
         "test_crowd.py test_forgotten"),
 }
 
+# Made by somebody who had not seen the tests.
+MUTANTS |= {
+    "line-latest": Mutant(
+        "of several CONNECTs of a client in line, the last one counts", "5_reverse",
+        "      visitor.connect = connect;\n",
+        "",
+        "test_attacks.py test_asking_at_once"),
+    "no-contact-after-a-signal": Mutant(
+        "after a signal nobody is contacted for the first time", "5_reverse",
+        "    CheckInterrupted();\n"
+        "    SendAddress(AppMessageType::kConnect);",
+        "    SendAddress(AppMessageType::kConnect);",
+        "test_strict.py test_interrupted_before_first_contact and 5_reverse"),
+    "bye-before-the-end": Mutant(
+        "a BYE does not finish what has not been posted", "6_write",
+        "    if (posted_write_ops < total_write_ops ||\n"
+        "        finished_write_ops == total_write_ops) {",
+        "    if (finished_write_ops == total_write_ops) {",
+        "test_messages.py test_bye and 6_write"),
+    "gpu-shm": Mutant(
+        "over shm, a WRITE of GPU memory is complete when it has been copied", "6_write",
+        '    if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&\n'
+        "        (info->caps & FI_HMEM) == 0) {",
+        '    if (strcmp(info->fabric_attr->prov_name, "shm") == 0) {',
+        "test_strict.py test_shm and 6_write"),
+    "waiting-is-not-silence": Mutant(
+        "the time in which a client waits for its pages is no silence", "7_queue",
+        "    session.endpoint.RestartSilence();\n"
+        "    session.endpoint.eagain_count = 0;",
+        "    session.endpoint.eagain_count = 0;",
+        "test_inside.py test_server_of_a_queue and silence"),
+    "two-in-flight": Mutant(
+        "of the largest pages, two are in flight", "7_queue",
+        "std::max<size_t>(kMaxOutstandingBytes / page_size, 2)",
+        "std::max<size_t>(kMaxOutstandingBytes / page_size, 1)",
+        "test_inside.py test_server_of_a_queue and large"),
+    "no-zero-byte": Mutant(
+        "a text ends with its field, even without a zero byte", "8_malloc",
+        "    reply.error[sizeof(reply.error) - 1] = 0;\n",
+        "",
+        "test_malloc.py test_bad_answers"),
+    "pieces": Mutant(
+        "a client has so many pieces, and no more", "8_malloc",
+        '    if (loan.pieces.size() >= kMaxBlocks) return "you have too many pieces";\n',
+        "",
+        "test_malloc.py test_many_pieces"),
+    "asking": Mutant(
+        "a client that asks for something keeps its place", "8_malloc",
+        "    worked_at = Clock::now();\n"
+        "    auto request",
+        "    auto request",
+        "test_strangers.py test_idle_clients and 8_malloc"),
+    "leavers-at-the-disk": Mutant(
+        "nobody waits until the disk has saved what is left of others", "9_file",
+        "    leaving.remove_if([](auto& client) { return !client.DiskBusy(); });",
+        "    leaving.clear();",
+        "test_file.py test_disk_that_stands_still"),
+    "no-thread": Mutant(
+        "a client hears why its chunk can't be saved", "9_file",
+        "      Try([&] { SaveChunk(imm_data - 1); });",
+        "      SaveChunk(imm_data - 1);",
+        "test_file.py test_no_thread"),
+    "one-endpoint-a-round": Mutant(
+        "a server opens one endpoint, then looks at its clients", "9_file",
+        "      if (!full && !line.visitors.empty()) {\n",
+        "      for (; !full && !line.visitors.empty();\n"
+        "           full = clients.size() + leaving.size() >= kMaxClients) {\n",
+        "test_watch.py test_one_endpoint_a_round and 9_file"),
+    "claim-again": Mutant(
+        "a key of a client that has gone belongs to the next one in its seat", "10_lock",
+        "      if (before == 0 || before == key) return place;",
+        "      if (before == 0) return place;",
+        "test_lock.py test_seats"),
+    "seat-bound": Mutant(
+        "a seat that is not there is refused", "10_lock",
+        "    if (joined.table.size != sizeof(SharedTable) ||\n"
+        "        joined.seat >= kMaxClients) {",
+        "    if (joined.table.size != sizeof(SharedTable)) {",
+        "test_lock.py test_bad_replies"),
+    "reported-entries": Mutant(
+        "a log lacks no entry that a client has reported", "10_lock",
+        "      correct &= counts[client] == count;\n",
+        "      correct &= counts[client] <= count;\n",
+        "test_lock.py test_the_server_finds"),
+    "rail-pending": Mutant(
+        "what waits for room on a rail that is given up is written again", "11_rails",
+        "    for (const RdmaOp* op : endpoint.pending_ops) {\n"
+        "      if (op->OneSided()) again.insert(op->number);\n"
+        "    }\n",
+        "",
+        "test_strict.py test_rail_fails and room"),
+    "rails-closed-first": Mutant(
+        "the rails are closed before the memory is looked at", "11_rails",
+        "  SayBye(rails);\n"
+        "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);\n"
+        "  CheckMemory(*memory, request, page_idx);\n",
+        "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);\n"
+        "  CheckMemory(*memory, request, page_idx);\n"
+        "  SayBye(rails);\n",
+        "test_rails.py test_late_bytes"),
+    "later-answers": Mutant(
+        "each answer is compared, and not only the first", "12_sleep",
+        "  if (received != std::string(text.rbegin(), text.rend())) {",
+        "  if (print && received != std::string(text.rbegin(), text.rend())) {",
+        "test_sleep.py test_a_later_answer"),
+    "crowd-order": Mutant(
+        "answers leave in their order", "13_crowd",
+        "    peer.unposted.push_back(std::move(send));",
+        "    peer.unposted.push_front(std::move(send));",
+        "test_crowd.py test_many_at_once"),
+    "crowd-turns": Mutant(
+        "those for whom something waits have their turn one after the other", "13_crowd",
+        "    if (!peer.unposted.empty()) blocked.push_back(&peer);",
+        "    if (!peer.unposted.empty()) blocked.push_front(&peer);",
+        "test_crowd.py test_turns"),
+}
+
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.
 MUTANTS |= {
     "strict-trywait": Mutant(

@@ -18,8 +18,10 @@
 //   STRICT_HMEM=N         1: GPU memory is supported (default), 0: it is not,
 //                         2: the provider says so and then registers none
 //   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
+//   STRICT_NAME=NAME      what the provider is called (efa)
 //   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
 //   STRICT_WRITE_FAILS=N  the first WRITE of the N-th adapter is refused
+//   STRICT_NO_ROOM=N      the N-th adapter has no room for any WRITE
 //   STRICT_ONCE=1         an adapter registers nothing to WRITE from that another
 //                         one has registered
 //   STRICT_P4D=1          an older device, which has no RDMA WRITE
@@ -163,6 +165,7 @@ const long g_hmem = Setting("STRICT_HMEM", 1);
 const long g_open_us = Setting("STRICT_OPEN_US", 0);
 const long g_adapters = Setting("STRICT_ADAPTERS", 1);
 const long g_write_fails = Setting("STRICT_WRITE_FAILS", 0);
+const long g_no_room = Setting("STRICT_NO_ROOM", 0);
 const bool g_once = Setting("STRICT_ONCE", 0);
 const bool g_p4d = Setting("STRICT_P4D", 0);
 const long g_receipt_fails = Setting("STRICT_RECEIPT_FAILS", 0);
@@ -615,7 +618,10 @@ void SetTarget(Op& op, const void* data, size_t size) {
 
 // Returns whether there is no room for one more operation.
 bool NoRoom(const Endpoint& ep, Kind kind) {
-  if ((kind == kRecv || ep.tx < g_tx) && !Percent(g_eagain)) return false;
+  bool never = kind == kWrite && ep.object.domain->adapter == g_no_room;
+  if (!never && (kind == kRecv || ep.tx < g_tx) && !Percent(g_eagain)) {
+    return false;
+  }
   Count("-FI_EAGAIN");
   return true;
 }
@@ -1664,7 +1670,8 @@ void Disguise(struct fi_info* info, const struct fi_info* hints) {
   info->rx_attr->msg_order = hints->rx_attr->msg_order & FI_ORDER_SAS;
   info->ep_attr->max_msg_size = g_max_msg;
   free(info->fabric_attr->prov_name);
-  info->fabric_attr->prov_name = strdup("efa");
+  const char* name = getenv("STRICT_NAME");
+  info->fabric_attr->prov_name = strdup(name != nullptr ? name : "efa");
   g_device.name = g_nic_name;
   g_link.speed = 100'000'000'000;
   g_nic.fid.fclass = FI_CLASS_NIC;

@@ -12,7 +12,9 @@ import xml.dom.minidom
 
 import pytest
 
+from fakes import FakeClient
 from harness import BUILD, OVER_VERBS, PROGRAMS, PROVIDERS, ROOT, Server
+from messages import ACCEPT, base
 from repository import QUICKLY, make, number
 
 sys.path.append(f"{ROOT}/scripts/watch")
@@ -168,6 +170,32 @@ def test_trap(tmp_path):
     assert any(t.trap for p in run.ps for t in p.touches)
     lines = {model.place(t.where) for p in run.ps for t in p.touches if t.trap}
     assert any(re.fullmatch(r"6_write\.cpp:\d+ in \w.*", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("program", ["7_queue", "9_file", "11_rails"])
+def test_one_endpoint_a_round(run, tmp_path, program):
+    """A server that finds several CONNECTs together opens an endpoint for one of them, and
+    looks at its clients before it opens the next one."""
+    server = Server(run, BUILD, program, "tcp", WATCH=str(tmp_path),
+                    LD_PRELOAD=os.path.abspath(f"{ROOT}/{BUILD}/watch.so"))
+    clients = [FakeClient(run, server) for _ in range(3)]
+    for client in clients:  # so that they are connected
+        client.send(b"")
+    server.process.wait_for("^error: bad message: ", count=len(clients))
+    server.process.signal(signal.SIGSTOP)
+    for client in clients:
+        client.send(client.connect())
+    server.process.signal(signal.SIGCONT)
+    for client in clients:
+        assert client.receive()[:8] == base(ACCEPT)
+    server.stop()
+    [path] = glob.glob(f"{tmp_path}/*.watch")
+    process = model.read_process(path)
+    opened = sorted(ep.t0 for ep in process.eps.values())[-len(clients):]
+    # When it has accepted a client, it knows its address.
+    accepted = sorted(time for peers in process.peers.values() for time, _ in peers)
+    assert len(accepted) == len(clients)
+    assert all(known < later for known, later in zip(accepted, opened[1:]))
 
 
 def test_no_records(tmp_path):

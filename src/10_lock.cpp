@@ -40,7 +40,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <new>
 #include <numeric>
 #include <optional>
 #include <random>

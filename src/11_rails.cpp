@@ -1017,6 +1017,7 @@ struct WaitingLine {
 // One of the ways between server and client: an adapter here, another one
 // there. Each has a session of its own.
 struct Rail {
+  Domain& domain;
   Session session;
 
   // Client: addresses of the server, the one to ask next first.
@@ -1033,7 +1034,8 @@ struct Rail {
   size_t outstanding = 0;  // WRITEs in flight
   size_t written = 0;      // WRITEs that have completed
 
-  explicit Rail(Domain& domain) : session(domain) {}
+  explicit Rail(Domain& open_domain)
+      : domain(open_domain), session(open_domain) {}
 
   // Client: asks the server for the other end of this rail.
   void Ask() {
@@ -1045,9 +1047,7 @@ struct Rail {
     printf("Sent CONNECT message to server on %s\n", Name().c_str());
   }
 
-  std::string Name() const {
-    return session.mailbox.domain.info->domain_attr->name;
-  }
+  std::string Name() const { return domain.info->domain_attr->name; }
 };
 
 using Rails = std::list<Rail>;
@@ -1125,7 +1125,7 @@ void Connect(Rails& rails, std::list<Domain>& domains,
         // Closing the endpoint ends whatever is on its way to the last address.
         bool late = answered && Clock::now() - first_at > kRailGrace;
         if (!rail->untried.empty() && !late) {
-          rails.emplace(rail, session.mailbox.domain)->untried = rail->untried;
+          rails.emplace(rail, rail->domain)->untried = rail->untried;
         } else if (rails.size() > 1) {
           printf("No rail: %s (%s)\n", rail->Name().c_str(), e.what());
         } else {
@@ -1270,7 +1270,7 @@ struct ServedClient {
     size_t num_rails = 0;  // at this adapter
     for (const Rail& rail : rails) {
       if (AddressIn(rail.connect_msg) == AddressIn(connect)) return;
-      if (&rail.session.mailbox.domain == &domain) ++num_rails;
+      if (&rail.domain == &domain) ++num_rails;
     }
     if (num_rails == kMaxRails) return;
     rails.emplace_back(domain).connect_msg = connect;
@@ -1366,8 +1366,7 @@ struct ServedClient {
     if (msg.imm_data == 0) throw BadMessage("no imm_data");
     if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0 ||
         msg.page_size > kMaxPageSize ||
-        msg.page_size >
-            rail.session.mailbox.domain.info->ep_attr->max_msg_size ||
+        msg.page_size > rail.domain.info->ep_attr->max_msg_size ||
         msg.num_pages > kMaxTransfer / msg.page_size) {
       throw BadMessage("the server has no room for " +
                        std::to_string(msg.num_pages) + " pages of " +
@@ -1410,8 +1409,8 @@ struct ServedClient {
   void AllocSource() {
     size_t size = page_idx.size() * request_msg.page_size;
     if (size > memory_left) return;
-    std::string place = MakeBuffer(source, rails.front().session.mailbox.domain,
-                                   size, FI_WRITE);
+    std::string place =
+        MakeBuffer(source, rails.front().domain, size, FI_WRITE);
     PrintLine(stdout, number,
               "Registered " + std::to_string(size) + " bytes " + place);
     memory_left -= size;
@@ -1441,7 +1440,7 @@ struct ServedClient {
     size_t max_outstanding = std::min(
         std::max<size_t>(max_bytes / page_size, 2), kMaxOutstandingWrites);
     Endpoint& endpoint = rail.session.endpoint;
-    source->Register(rail.session.mailbox.domain, FI_WRITE);
+    source->Register(rail.domain, FI_WRITE);
     if (rail.outstanding == 0) endpoint.RestartSilence();
     std::chrono::seconds limit(rail.outstanding * page_size / kSlowestLink);
     limit = rails.size() > 1 ? kRailLimit + limit : kSilenceLimit;
@@ -1545,7 +1544,7 @@ struct ServedClient {
     uint64_t eagain_count = 0;
     std::string names;
     for (const Rail& rail : rails) {
-      link_gbps += LinkGbps(rail.session.mailbox.domain.info.get());
+      link_gbps += LinkGbps(rail.domain.info.get());
       eagain_count += rail.session.endpoint.eagain_count;
       if (!rail.ready) continue;
       names += ", " + rail.Name() + "=" +
@@ -1581,37 +1580,34 @@ Info GetInfoWithGpu();
 // says which ones, the most important one first.
 std::list<Domain> OpenRails() {
   Info list = GetInfoWithGpu();
-  std::vector<std::string> names;
-  const char* setting = getenv("RAILS");
-  if (setting != nullptr && *setting != 0) names = Split(setting);
+  const char* variable = getenv("RAILS");
+  std::string setting = variable != nullptr ? variable : "";
   std::list<Domain> domains;
-  auto open = [&domains](const fi_info* info) {
+  auto is_rail = [&domains](const fi_info& info) {
     // On each host, an address of this kind means another link.
-    if (strncmp(info->fabric_attr->name, "fe80:", 5) == 0) return;
+    if (strncmp(info.fabric_attr->name, "fe80:", 5) == 0) return false;
+    std::string name = info.domain_attr->name;
+    std::string provider = info.fabric_attr->prov_name;
     for (const Domain& domain : domains) {
-      const fi_info* other = domain.info.get();
-      if (strcmp(info->domain_attr->name, other->domain_attr->name) == 0 ||
-          strcmp(info->fabric_attr->prov_name, other->fabric_attr->prov_name) !=
-              0 ||
-          info->addr_format != other->addr_format) {
-        return;
+      const fi_info& other = *domain.info;
+      if (name == other.domain_attr->name ||
+          provider != other.fabric_attr->prov_name ||
+          info.addr_format != other.addr_format) {
+        return false;
       }
     }
-    domains.emplace_back(Info(fi_dupinfo(info), fi_freeinfo));
+    return true;
   };
-  for (const std::string& name : names) {
+  for (const std::string& name : Split(setting)) {
     for (auto* info = list.get(); info != nullptr; info = info->next) {
-      if (name == info->domain_attr->name) open(info);
+      // Nobody on another machine reaches the loopback interface.
+      std::string found = info->domain_attr->name;
+      bool named = setting.empty() ? found != "lo" : found == name;
+      if (!named || !is_rail(*info)) continue;
+      domains.emplace_back(Info(fi_dupinfo(info), fi_freeinfo));
     }
   }
-  for (auto* info = list.get(); info != nullptr; info = info->next) {
-    // Nobody on another machine reaches the loopback interface.
-    bool loopback = strcmp(info->domain_attr->name, "lo") == 0;
-    if (names.empty() && !loopback) open(info);
-  }
-  if (domains.empty() && names.empty()) {
-    domains.emplace_back(std::move(list));
-  }
+  if (domains.empty() && setting.empty()) domains.emplace_back(std::move(list));
   if (domains.empty()) {
     throw std::runtime_error("RAILS names no interface that there is");
   }
@@ -1819,7 +1815,7 @@ int ClientMain(const std::vector<Address>& server_addrs, size_t page_size,
   }
   try {
     auto request_over = [&](Rail& rail) {
-      memory->Register(rail.session.mailbox.domain, access);
+      memory->Register(rail.domain, access);
       SendRequest(rail.session, *memory, request, page_idx);
     };
     PollRails(rails, request_over, PrintLost);

@@ -1076,8 +1076,13 @@ std::string CheckName(const std::string& name) {
   }
   if (name == "." || name == "..") return "the name is that of a directory";
   if (name.find('/') != std::string::npos) return "the name contains a /";
-  if (Printable(name) != name) {
-    return "the name contains a control character, or one that is not ASCII";
+  for (size_t i = 0; i < name.size(); ++i) {
+    auto c = uint8_t(name[i]);
+    // In UTF-8, those from 0x80 to 0x9f follow a 0xc2.
+    bool high = i > 0 && name[i - 1] == '\xc2' && c < 0xa0;
+    if (c < ' ' || c == 0x7f || high) {
+      return "the name contains a control character";
+    }
   }
   return "";
 }
@@ -1289,7 +1294,13 @@ std::string DescribeRate(uint64_t bytes, double seconds) {
 
 // A client, and the file that it wants to put here.
 struct ServedClient {
-  enum class State { kWaitPut, kReceive, kFinish, kSaved };
+  enum class State {
+    kWaitPut,
+    kReceive,
+    kFinish,
+    kSaved,
+    kRefused,  // after an error, until the client says BYE
+  };
 
   // A piece of our memory, lent to the client for one WRITE. When the chunk has
   // been written to the file, the slot is lent again.
@@ -1341,8 +1352,7 @@ struct ServedClient {
   }
 
   // Does what can be done for the client now. Returns the number of
-  // completions. Throws if the client has sent something wrong, or nothing for
-  // too long.
+  // completions. Throws if the client has gone.
   size_t Poll() {
     if (session.peer == FI_ADDR_UNSPEC) Accept();
     size_t completions = session.endpoint.PollCompletion();
@@ -1354,7 +1364,7 @@ struct ServedClient {
           done = true;
           return completions;
         }
-        HandleMessage(*message);
+        if (state != State::kRefused) HandleMessage(*message);
       }
       for (uint32_t chunk : std::exchange(arrived, {})) SaveChunk(chunk);
       ContinueSave();
@@ -1362,8 +1372,7 @@ struct ServedClient {
       SendNumbers(session, AppMessageType::kCredit, credits);
       if (DiskBusy()) WaitForDisk(session, alive_at);
     } catch (const std::exception& e) {
-      session.Refuse(e.what());
-      throw;
+      if (state != State::kRefused) Refuse(e.what());
     }
     session.endpoint.CheckSilence("waiting for the client");
     return completions;
@@ -1373,17 +1382,19 @@ struct ServedClient {
   // Many providers take the client's WRITEs only while we poll.
   bool Busy() const { return state == State::kReceive; }
 
-  // Returns whether the session may be closed. A client that we refuse may
-  // still WRITE, and has a second to hear why it should not.
-  bool HasLeft() {
-    return session.HasLeft() && Clock::now() >= session.leave_at && !DiskBusy();
-  }
-
   // Returns whether other threads still use what we own.
   bool DiskBusy() const {
     return Running(finish) ||
            std::any_of(slots.begin(), slots.end(),
                        [](const Slot& slot) { return Running(slot.save); });
+  }
+
+  // Tells the client why its file is not saved. It may still WRITE, so we keep
+  // the session until it has heard that and says BYE.
+  void Refuse(const std::string& reason) {
+    PrintLine(stderr, number, "error: " + Printable(reason));
+    state = State::kRefused;
+    session.Refuse(reason);
   }
 
   // Does what a message asks for, in the state that we are in.
@@ -1397,7 +1408,7 @@ struct ServedClient {
 
   // A client that gives up says BYE, too.
   void HandleBye() const {
-    if (state == State::kSaved) return;
+    if (state == State::kSaved || state == State::kRefused) return;
     PrintLine(stderr, number,
               "error: the client has left before its file was saved");
   }
@@ -1438,8 +1449,9 @@ struct ServedClient {
     ready.rkey = fi_mr_key(buf->mr);
     session.Send(ready);
     PrintLine(stdout, number,
-              "Receiving " + name + ": " + std::to_string(file_size) +
-                  " bytes into " + std::to_string(slots.size()) + " slots of " +
+              "Receiving " + Printable(name) + ": " +
+                  std::to_string(file_size) + " bytes into " +
+                  std::to_string(slots.size()) + " slots of " +
                   std::to_string(chunk_size));
     started_at = Clock::now();
     state = State::kReceive;
@@ -1499,7 +1511,7 @@ struct ServedClient {
     session.Send(AppMessageBase{AppMessageType::kSaved});
     file.keep = true;
     PrintLine(stdout, number,
-              "Saved " + file.name + ": " +
+              "Saved " + Printable(file.name) + ": " +
                   DescribeRate(file_size, SecondsSince(started_at)));
     state = State::kSaved;
   }
@@ -1557,7 +1569,7 @@ int ServerMain(const char* program, const std::string& directory) {
         PrintLine(stderr, client.number, "error: " + Printable(e.what()));
         client.done = true;
       }
-      return client.done && client.HasLeft();
+      return client.done && !client.DiskBusy();
     });
     if (completions > 0) continue;
     if (busy) {

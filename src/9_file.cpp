@@ -7,7 +7,6 @@
 // Based on 7_queue.
 
 #include <fcntl.h>
-#include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -23,7 +22,6 @@
 #include <sys/mman.h>
 #include <sys/resource.h>
 #include <sys/stat.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 // Has all of the checksums in the header, so there is no library to link.
@@ -35,10 +33,7 @@
 #include <bit>
 #include <charconv>
 #include <chrono>
-#include <clocale>
 #include <cmath>
-#include <cwchar>
-#include <cwctype>
 #include <deque>
 #include <exception>
 #include <filesystem>
@@ -47,7 +42,6 @@
 #include <list>
 #include <map>
 #include <memory>
-#include <new>
 #include <optional>
 #include <random>
 #include <set>
@@ -82,16 +76,15 @@ constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
 constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-
-constexpr auto kSilenceLimit = 10s;   // then we give up
+constexpr auto kSilenceLimit = 10s;               // then we give up
 constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
 constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
 constexpr auto kContactGrace = 1s;    // for a first or last message
-constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
-constexpr auto kTellGrace = 2s;       // for what it is told to arrive
-constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
+constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
+constexpr auto kTellGrace = 2s;       // for what it is told to arrive
 
 constexpr size_t kChunkSize = 1 << 20;    // bytes of the file in a WRITE
 constexpr size_t kDefaultSlots = 8;       // that a client asks for
@@ -106,7 +99,6 @@ constexpr size_t kPollsPerYield = 64;
 
 constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
 constexpr auto kAlivePeriod = 1s;    // between two messages that we are alive
-constexpr auto kGiveUpLimit = 1s;    // for telling the server that we give up
 
 // ---- Errors, signals, text ----
 
@@ -119,15 +111,15 @@ std::string ErrorText(int error) {
   return text;
 }
 
-// Throws if a function of libfabric has failed. Such functions return 0 or a
-// count if all went well, otherwise a negative error number.
-void FiCheck(ssize_t ret, const std::string& what) {
-  if (ret >= 0) return;
-  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+// Throws if a call has failed: it has then returned an error number, with a
+// minus sign.
+void FiCheck(ssize_t result, const std::string& call) {
+  if (result >= 0) return;
+  throw std::runtime_error(call + ": " + ErrorText(int(-result)));
 }
 
-// Owns an object of libfabric, and closes it. C++ destroys the members of a
-// struct in reverse order, so each object is declared after those that it uses.
+// Owns an object of libfabric, and closes it. C++ destroys objects in reverse
+// order, so each one is declared after those that it uses.
 template <typename T>
 struct Owned {
   T* ptr = nullptr;
@@ -136,6 +128,7 @@ struct Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   operator T*() const { return ptr; }
+  T* operator->() const { return ptr; }
   ~Owned() {
     int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
     if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
@@ -165,23 +158,10 @@ void CheckInterrupted() {
 }
 
 // Replaces whatever in a text from the other side could deceive on a terminal:
-// control characters, marks that reverse the direction of writing, and bytes
-// that are no UTF-8.
-std::string Printable(const std::string& text) {
-  std::string printable;
-  for (size_t i = 0; i < text.size();) {
-    wchar_t character = 0;
-    std::mbstate_t state = {};
-    size_t left = text.size() - i;
-    size_t len = std::mbrtowc(&character, &text[i], left, &state);
-    bool good = len <= left && !std::iswcntrl(character) &&
-                (character < 0x2028 || character > 0x202e) &&
-                (character < 0x2066 || character > 0x2069);
-    if (!good) len = 1;
-    printable += good ? text.substr(i, len) : "?";
-    i += len;
-  }
-  return printable;
+// all that is not plain ASCII.
+std::string Printable(std::string text) {
+  for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
+  return text;
 }
 
 // ---- Addresses ----
@@ -194,9 +174,8 @@ using Address = std::vector<uint8_t>;
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
-    char digits[3];
-    snprintf(digits, sizeof(digits), "%02x", byte);
-    hex += digits;
+    hex += "0123456789abcdef"[byte / 16];
+    hex += "0123456789abcdef"[byte % 16];
   }
   return hex;
 }
@@ -213,8 +192,7 @@ Address ParseAddress(const std::string& hex) {
   }
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
-    address.push_back(
-        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
+    address.push_back(uint8_t(std::stoul(hex.substr(i, 2), nullptr, 16)));
   }
   return address;
 }
@@ -227,34 +205,31 @@ std::string ProviderSetting() {
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
 }
 
-// What fi_getinfo(3) says about an interface, and about those after it; and the
-// function that frees it.
+// What fi_getinfo answers, and the function that frees it.
 using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (kCaps), the best
-// first. FI_PROVIDER narrows the choice.
+// 1. Ask: which interfaces can do what we need?
 Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
-  if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = kCaps;
-  // Reliable, whole messages, and one endpoint for any number of peers.
-  hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. The answer keeps what the provider insists on.
+  hints->caps = kCaps;               // we want to send messages, and to WRITE
+  hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
+  hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
+  // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
-      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-  // Only one thread uses the domain, so the provider needs no locks.
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+      FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
-
-  fi_info* info = nullptr;
-  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
-          ProviderSetting() +
-              "fi_getinfo finds no interface that can do what this "
-              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
-              "needs room in /dev/shm)");
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  fi_info* info;  // a list, the best one first
+  FiCheck(
+      fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+      ProviderSetting() +
+          "fi_getinfo finds no interface that can do what this program needs "
+          "(`fi_info -t FI_EP_RDM` lists what there is; shm needs room in "
+          "/dev/shm)");
   return Info(info, fi_freeinfo);
 }
 
@@ -285,8 +260,7 @@ std::string Describe(const fi_info* info) {
          ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
 }
 
-// An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter.
+// 2. The network, and in it our access to the adapter.
 struct Domain {
   Info info;
   Owned<fid_fabric> fabric;
@@ -341,10 +315,7 @@ Memory AllocHost(size_t size) {
   return data;
 }
 
-// Registered memory: the adapter knows it, and which operations may use it
-// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
-// adapter may use its buffer at any time, so declare a buffer before the
-// Endpoint that uses it. Then C++ closes the Endpoint first.
+// 3. Registered memory: the adapter may use it, for FI_SEND, FI_RECV ...
 struct Buffer {
   size_t size;  // bytes
   Memory data;
@@ -371,7 +342,7 @@ struct Buffer {
 // ---- Operations and completions ----
 
 // The kinds of operations.
-enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite };
+enum class RdmaOpType { kRecv, kSend, kWrite };
 
 // Returns the name of an operation, for error messages.
 const char* NameOf(RdmaOpType type) {
@@ -389,9 +360,7 @@ const char* NameOf(RdmaOpType type) {
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
-  // Must come first: some providers keep notes of their own here while the
-  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  fi_context2 context = {};
+  fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -420,33 +389,30 @@ struct RdmaOp {
   }
 };
 
-// An endpoint, where operations are posted, and what belongs to it: a
-// completion queue, which says what became of them, an address vector, which
-// holds the addresses of peers, and an event queue.
+// 4. An endpoint, with an address vector and a completion queue.
 struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
-
   std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
-
-  Address addr;                                   // our own
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
   // Called with the immediate data of a WRITE from the other side, once that
   // WRITE has arrived. It belongs to no operation of ours.
   std::function<void(uint32_t)> on_imm_data;
-  Owned<fid_av> av;
-  Owned<fid_cq> cq;
-  Owned<fid_eq> eq;
-  Owned<fid_ep> ep;
+  Address addr;  // our own
+
+  Owned<fid_av> av;  // the addresses of our peers
+  Owned<fid_cq> cq;  // how our operations have ended
+  Owned<fid_eq> eq;  // what happens to the endpoint
+  Owned<fid_ep> ep;  // where we post them
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
-            "fi_av_open");
     fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
-    cq_attr.format = FI_CQ_FORMAT_DATA;
+    cq_attr.format = FI_CQ_FORMAT_DATA;  // what we want to know of each
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
     FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
@@ -454,21 +420,19 @@ struct Endpoint {
     fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
-
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
     if (!g_interrupted) InstallSignalHandlers();
-    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
-    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
-            "fi_ep_bind (completion queue)");
-    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
     FiCheck(fi_enable(ep), "fi_enable");
 
     size_t length = kMaxAddressSize;
     addr.resize(length);
-    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    FiCheck(fi_getname(&ep->fid, addr.data(), &length), "fi_getname");
     addr.resize(length);
   }
 
@@ -488,8 +452,9 @@ struct Endpoint {
                       address.begin());
   }
 
-  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
-  // that does not exist shows later, as an error or as silence.
+  // Returns libfabric's number for a peer's address, which operations take
+  // instead of it. Nothing is sent, so a peer that does not exist shows later,
+  // as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
     fi_addr_t peer = FI_ADDR_UNSPEC;
     if (!IsLikeOurs(address) ||
@@ -502,7 +467,7 @@ struct Endpoint {
     return peer;
   }
 
-  // Hands an operation to libfabric, or keeps it until there is room. Its
+  // 5. Hands an operation to libfabric, or keeps it until there is room. Its
   // buffer must not change until it has completed. Once one operation has to
   // wait, all later ones wait behind it, so that none overtakes another.
   void Post(RdmaOp request) {
@@ -525,15 +490,16 @@ struct Endpoint {
       if (ret == -FI_EAGAIN) return;  // reading completions makes room
       pending_ops.pop_front();
       op->in_flight = true;
-      if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
+      if (ret != 0) Complete(op, 0, ErrorText(int(-ret)));
     }
   }
 
-  // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
+  // Calls the function of libfabric for an operation.
   ssize_t Submit(RdmaOp* op) {
+    uint8_t* data = &op->buf->data[op->offset];
     void* desc = fi_mr_desc(op->buf->mr);
-    iovec iov = {.iov_base = &op->buf->data[op->offset], .iov_len = op->len};
     if (op->OneSided()) {
+      iovec iov = {.iov_base = data, .iov_len = op->len};
       fi_rma_iov remote = {
           .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
       fi_msg_rma msg = {};
@@ -548,21 +514,14 @@ struct Endpoint {
       uint64_t imm_flag = op->imm_data != 0 ? FI_REMOTE_CQ_DATA : 0;
       return fi_writemsg(ep, &msg, domain.write_flags | imm_flag);
     }
-    fi_msg msg = {};
-    msg.msg_iov = &iov;
-    msg.desc = &desc;
-    msg.iov_count = 1;
-    msg.addr = op->peer;
-    msg.context = op;
-    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
-    // Complete only when the data is in place at the peer. The default of a
-    // provider may be a weaker level (fi_cq(3)).
-    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
+    if (op->type == RdmaOpType::kRecv) {
+      return fi_recv(ep, data, op->len, desc, op->peer, op);
+    }
+    return fi_send(ep, data, op->len, desc, op->peer, op);
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read: they have no thread of their own. Returns the number of completions.
-  // Throws if something is wrong with the endpoint, or if a callback does.
+  // read. Returns the number of completions. Throws if a callback does.
   size_t PollCompletion() {
     ProgressPendingOps();
     fi_cq_data_entry cqe[kCompletionQueueReadCount];
@@ -580,7 +539,7 @@ struct Endpoint {
         // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
         if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
             !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          if (on_imm_data) on_imm_data(static_cast<uint32_t>(cqe[i].data));
+          if (on_imm_data) on_imm_data(uint32_t(cqe[i].data));
           continue;
         }
         Complete(cqe[i].op_context, cqe[i].len, "");
@@ -589,10 +548,10 @@ struct Endpoint {
       }
     }
     if (failure) std::rethrow_exception(failure);
-    return static_cast<size_t>(ret);
+    return size_t(ret);
   }
 
-  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  // Ends an operation: its record is free for another one. Calls back.
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
@@ -617,9 +576,7 @@ struct Endpoint {
   // Only fi_cq_readerr can read it.
   void ReadError() {
     fi_cq_err_entry entry = {};
-    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
-    if (ret == -FI_EAGAIN) return;
-    FiCheck(ret, "fi_cq_readerr");
+    FiCheck(fi_cq_readerr(cq, &entry, 0), "fi_cq_readerr");
     std::string error = ErrorText(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
@@ -690,8 +647,8 @@ enum class AppMessageType : uint32_t {
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
   kWait = 4,     // server: I can't serve you yet; ask again
+  kRefused = 5,  // server: I end this session; followed by the reason
 
-  kError = 5,   // either side: I give up, for this reason
   kPut = 6,     // client: take this file
   kReady = 7,   // server: these slots are yours, and all of them are free
   kChunk = 8,   // client: these chunks are in your slots
@@ -743,7 +700,7 @@ template <typename T>
 T ReadMessage(const Message& message, AppMessageType type) {
   if (message.size() < sizeof(T) || TypeOf(message) != type) {
     throw BadMessage(std::to_string(message.size()) + " bytes of type " +
-                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
+                     std::to_string(uint32_t(TypeOf(message))));
   }
   T head;
   memcpy(&head, message.data(), sizeof(head));
@@ -765,22 +722,25 @@ Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
 
-// One end of a conversation: an endpoint, and messages from and to one peer.
-// The server has a session for each client. Destroying it also ends whatever
-// was in flight to that client, and only closing the endpoint can do that.
-struct Session {
+// Does the reverse of ReadMessage: the bytes of a struct, and of a tail.
+template <typename T>
+Message WriteMessage(const T& head, std::string_view tail = {}) {
+  // Padding would carry whatever was in memory there.
+  static_assert(std::has_unique_object_representations_v<T>);
+  Message message(reinterpret_cast<const char*>(&head), sizeof(head));
+  return message.append(tail);
+}
+
+// An endpoint, and messages from and to those who know its address.
+struct Mailbox {
   Domain& domain;
   std::list<Buffer> bufs;               // of all RECVs and SENDs
   std::deque<RdmaOp> arrivals;          // completed RECVs
   std::vector<Buffer*> free_send_bufs;  // those without a message
   size_t unsent = 0;                    // messages whose SEND has not completed
   Endpoint endpoint;
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
-  Clock::time_point leave_at;  // until then, the last messages may leave
-  bool waiting = false;        // client: has been told to
 
-  explicit Session(Domain& open_domain)
+  explicit Mailbox(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
       PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
@@ -796,36 +756,24 @@ struct Session {
                    .callback = arrived});
   }
 
-  // Takes out the next message, if there is one. In a conversation, ignores
-  // messages without its nonce, and those that are too long: they are not from
-  // our peer. The listener throws if a RECV has failed.
+  // Takes out the next message, if there is one. Throws if its RECV has failed:
+  // it was too long, for example.
   std::optional<Message> Take() {
     if (arrivals.empty()) return std::nullopt;
     RdmaOp recv = std::move(arrivals.front());
     arrivals.pop_front();
-    Message message;
-    if (recv.error.empty()) {
-      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
-    }
+    auto* data = recv.buf->data.get();
+    Message message(data, data + (recv.error.empty() ? recv.len : 0));
     PostRecv(*recv.buf);
-    if (nonce == 0) {
-      recv.Check();
-      return message;
-    }
-    AppMessageBase base = BaseOf(message);
-    if (base.nonce != nonce) return Take();
-    endpoint.RestartSilence();
+    recv.Check();
     return message;
   }
 
-  // Sends a copy of a message: a head of fixed size, and a tail.
-  template <typename T>
-  void Send(const T& head, std::string_view tail = {}) {
-    // Padding would carry whatever was in memory there.
-    static_assert(std::has_unique_object_representations_v<T>);
-    size_t len = sizeof(head) + tail.size();
-    if (len > domain.MaxMessageSize()) {
-      throw std::runtime_error("a message of " + std::to_string(len) +
+  // Sends a copy of a message.
+  void Send(fi_addr_t peer, const Message& message) {
+    if (message.size() > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " +
+                               std::to_string(message.size()) +
                                " bytes is too long for this provider");
     }
     if (free_send_bufs.empty()) {
@@ -834,28 +782,69 @@ struct Session {
     }
     Buffer* buf = free_send_bufs.back();
     free_send_bufs.pop_back();
-    memcpy(buf->data.get(), &head, sizeof(head));
-    memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
-           sizeof(nonce));
-    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    std::copy(message.begin(), message.end(), buf->data.get());
     ++unsent;
-    RdmaOp send = {.type = RdmaOpType::kSend,
+    endpoint.Post({.type = RdmaOpType::kSend,
                    .peer = peer,
                    .buf = buf,
-                   .len = len,
+                   .len = message.size(),
                    .callback = [this](const RdmaOp& op) {
                      op.Check();
                      --unsent;
                      free_send_bufs.push_back(op.buf);
-                   }};
-    endpoint.Post(std::move(send));
+                   }});
+  }
+};
+
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
+struct Session {
+  Mailbox mailbox;
+  Endpoint& endpoint;  // that of the mailbox
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  uint32_t nonce = 0;          // of this conversation
+  Clock::time_point leave_at;  // until then, the last messages may leave
+  bool waiting = false;        // client: has been told to
+
+  explicit Session(Domain& domain)
+      : mailbox(domain), endpoint(mailbox.endpoint) {}
+
+  // Takes out the next message of our peer, if there is one. Those without the
+  // nonce, and those that are too long, are from somebody else. Throws if the
+  // server has refused what we want.
+  std::optional<Message> Take() {
+    while (!mailbox.arrivals.empty()) {
+      Message message;
+      try {
+        message = *mailbox.Take();
+      } catch (const std::runtime_error&) {
+      }
+      AppMessageBase base = BaseOf(message);
+      if (base.nonce != nonce) continue;
+      endpoint.RestartSilence();
+      if (base.type == AppMessageType::kRefused) {
+        throw std::runtime_error("the server has refused: " +
+                                 Printable(message.c_str() + sizeof(base)));
+      }
+      return message;
+    }
+    return std::nullopt;
+  }
+
+  // Sends a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    Message message = WriteMessage(head, tail);
+    memcpy(&message[offsetof(AppMessageBase, nonce)], &nonce, sizeof(nonce));
+    mailbox.Send(peer, message);
   }
 
   // Sends our address: in a CONNECT or an ACCEPT.
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    connect.addr_size = uint32_t(endpoint.addr.size());
     std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
@@ -867,6 +856,12 @@ struct Session {
     SendAddress(AppMessageType::kAccept);
   }
 
+  // Server: tells the client why the session ends.
+  void Refuse(const std::string& reason) {
+    Send(AppMessageBase{AppMessageType::kRefused}, reason);
+    leave_at = Clock::now() + kContactGrace;
+  }
+
   // Returns whether the last messages have left, or have had time to.
   bool HasLeft() {
     try {
@@ -874,7 +869,7 @@ struct Session {
     } catch (const std::exception&) {
       return true;
     }
-    return unsent == 0 || Clock::now() >= leave_at;
+    return mailbox.unsent == 0 || Clock::now() >= leave_at;
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
@@ -890,7 +885,7 @@ struct Session {
         "sending CONNECT",
         [this] {
           std::this_thread::sleep_for(kIdlePause);
-          return unsent == 0;
+          return mailbox.unsent == 0;
         },
         kContactGrace);
     printf("Sent CONNECT message to server\n");
@@ -923,7 +918,8 @@ struct Session {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
       endpoint.WaitUntil(
-          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+          "saying BYE", [this] { return mailbox.unsent == 0; }, kContactGrace,
+          limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
     }
@@ -1031,13 +1027,6 @@ void PrintLine(FILE* file, size_t number, const std::string& text,
   fflush(file);
 }
 
-// Memory that its owner lets the other side use.
-struct AppMemoryRegion {
-  uint64_t addr;
-  uint64_t size;  // bytes
-  uint64_t rkey;
-};
-
 // PUT: a client wants to send a file.
 struct AppPutMessage {
   AppMessageBase base;
@@ -1051,20 +1040,16 @@ struct AppPutMessage {
 struct AppReadyMessage {
   AppMessageBase base;
   uint32_t num_slots;
-  uint32_t chunk_size;    // bytes of a chunk, and of a slot
-  AppMemoryRegion slots;  // one after the other
+  uint32_t chunk_size;  // bytes of a chunk, and of a slot
+  uint64_t addr;        // of the slots, one after the other
+  uint64_t size;        // bytes, of all of them
+  uint64_t rkey;        // with which the client may WRITE to them
 };
 
 // END: the sum of the checksums of all chunks.
 struct AppEndMessage {
   AppMessageBase base;
   uint64_t checksum;
-};
-
-// ERROR: why one of the two gives up.
-struct AppErrorMessage {
-  AppMessageBase base;
-  char text[252];  // ends with a zero byte
 };
 
 // Reads a CHUNK or a CREDIT: numbers of chunks or of slots, a uint32_t each.
@@ -1075,12 +1060,6 @@ std::vector<uint32_t> ReadNumbers(const Message& message, AppMessageType type) {
   std::vector<uint32_t> numbers(size / sizeof(uint32_t));
   if (size > 0) memcpy(numbers.data(), message.data() + sizeof(base), size);
   return numbers;
-}
-
-// Reads an ERROR. Returns its text.
-std::string ReadReason(const Message& message) {
-  auto error = ReadMessage<AppErrorMessage>(message, AppMessageType::kError);
-  return Printable({error.text, strnlen(error.text, sizeof(error.text))});
 }
 
 // Returns an error about a system call that has just failed.
@@ -1097,7 +1076,14 @@ std::string CheckName(const std::string& name) {
   }
   if (name == "." || name == "..") return "the name is that of a directory";
   if (name.find('/') != std::string::npos) return "the name contains a /";
-  if (Printable(name) != name) return "the name contains a control character";
+  for (size_t i = 0; i < name.size(); ++i) {
+    auto c = uint8_t(name[i]);
+    // In UTF-8, those from 0x80 to 0x9f follow a 0xc2.
+    bool high = i > 0 && name[i - 1] == '\xc2' && c < 0xa0;
+    if (c < ' ' || c == 0x7f || high) {
+      return "the name contains a control character";
+    }
+  }
   return "";
 }
 
@@ -1126,17 +1112,17 @@ struct SourceFile {
   }
 
   // Returns how long the file was when it was opened, in bytes.
-  uint64_t Size() const { return static_cast<uint64_t>(status.st_size); }
+  uint64_t Size() const { return uint64_t(status.st_size); }
 
   // Reads all of a piece, however little the kernel gives at a time.
   void Read(uint8_t* data, size_t size, uint64_t offset) const {
     while (size > 0) {
-      ssize_t ret = pread(fd, data, size, static_cast<off_t>(offset));
+      ssize_t ret = pread(fd, data, size, off_t(offset));
       if (ret < 0) throw SystemError("cannot read the file");
       if (ret == 0) throw std::runtime_error("the file has become shorter");
       data += ret;
-      size -= static_cast<size_t>(ret);
-      offset += static_cast<size_t>(ret);
+      size -= size_t(ret);
+      offset += size_t(ret);
     }
   }
 
@@ -1199,11 +1185,11 @@ struct TargetFile {
   // Writes all of a piece, however little the kernel takes at a time.
   void Write(const uint8_t* data, size_t size, uint64_t offset) const {
     while (size > 0) {
-      ssize_t ret = pwrite(fd, data, size, static_cast<off_t>(offset));
+      ssize_t ret = pwrite(fd, data, size, off_t(offset));
       if (ret < 0) throw SystemError("cannot write " + path);
       data += ret;
-      size -= static_cast<size_t>(ret);
-      offset += static_cast<size_t>(ret);
+      size -= size_t(ret);
+      offset += size_t(ret);
     }
   }
 
@@ -1262,8 +1248,7 @@ uint64_t Checksum(uint64_t chunk, const uint8_t* data, size_t size) {
 
 // Returns how many bytes of a file are in a chunk: all but the last are full.
 size_t BytesOf(uint64_t chunk, uint64_t chunk_size, uint64_t file_size) {
-  return static_cast<size_t>(
-      std::min(chunk_size, file_size - chunk * chunk_size));
+  return size_t(std::min(chunk_size, file_size - chunk * chunk_size));
 }
 
 // Returns how many chunks a file has.
@@ -1276,16 +1261,9 @@ uint64_t CountChunks(uint64_t file_size, uint64_t chunk_size) {
 void WaitForDisk(Session& session, Clock::time_point& alive_at) {
   Clock::time_point now = Clock::now();
   session.endpoint.RestartSilence();
-  if (now - alive_at < kAlivePeriod || session.unsent > 0) return;
+  if (now - alive_at < kAlivePeriod || session.mailbox.unsent > 0) return;
   alive_at = now;
   session.Send(AppMessageBase{AppMessageType::kAlive});
-}
-
-// Tells the other side why we give up.
-void SendError(Session& session, const std::string& text) {
-  AppErrorMessage error = {{AppMessageType::kError}, ""};
-  snprintf(error.text, sizeof(error.text), "%s", text.c_str());
-  session.Send(error);
 }
 
 // Sends the numbers of chunks or of slots, and clears them. While an earlier
@@ -1293,7 +1271,7 @@ void SendError(Session& session, const std::string& text) {
 // take many numbers.
 void SendNumbers(Session& session, AppMessageType type,
                  std::vector<uint32_t>& numbers) {
-  if (numbers.empty() || session.unsent > 0) return;
+  if (numbers.empty() || session.mailbox.unsent > 0) return;
   session.Send(AppMessageBase{type},
                {reinterpret_cast<const char*>(numbers.data()),
                 numbers.size() * sizeof(uint32_t)});
@@ -1321,7 +1299,7 @@ struct ServedClient {
     kReceive,
     kFinish,
     kSaved,
-    kGivenUp,  // after an error, until the client says ERROR or BYE
+    kRefused,  // after an error, until the client says BYE
   };
 
   // A piece of our memory, lent to the client for one WRITE. When the chunk has
@@ -1345,12 +1323,13 @@ struct ServedClient {
   uint64_t saved_chunks = 0;
   uint64_t checksum = 0;             // of the saved chunks
   std::optional<AppEndMessage> end;  // once the client has sent it
+  std::vector<uint32_t> arrived;     // chunks to save, as the client says
   std::vector<uint32_t> credits;     // slots to report as free
   std::vector<Slot> slots;
   Task finish;
   Clock::time_point started_at;
   Clock::time_point alive_at;
-  bool done = false;  // the client has said BYE or ERROR
+  bool done = false;  // has said BYE or failed; last messages may be leaving
 
   // Opens the session. Throws if the machine lacks what that takes.
   ServedClient(Domain& domain, size_t client_number,
@@ -1368,7 +1347,7 @@ struct ServedClient {
     session.Accept(connect_msg);
     alive_at = Clock::now();
     session.endpoint.on_imm_data = [this](uint32_t imm_data) {
-      Try([&] { SaveChunk(imm_data - 1); });
+      arrived.push_back(imm_data - 1);
     };
   }
 
@@ -1377,23 +1356,24 @@ struct ServedClient {
   size_t Poll() {
     if (session.peer == FI_ADDR_UNSPEC) Accept();
     size_t completions = session.endpoint.PollCompletion();
-    while (!done) {
-      std::optional<Message> message = session.Take();
-      if (!message) break;
-      done = TypeOf(*message) == AppMessageType::kBye;
-      if (!done) Try([&] { HandleMessage(*message); });
-    }
-    if (done && state != State::kSaved && state != State::kGivenUp) {
-      throw std::runtime_error("the client has left before its file was saved");
-    }
-    if (done) return completions;
-    Try([this] {
-      if (state == State::kGivenUp) return;
+    try {
+      while (std::optional<Message> message = session.Take()) {
+        if (TypeOf(*message) == AppMessageType::kBye) {
+          HandleBye();
+          PrintLine(stdout, number, "Done.");
+          done = true;
+          return completions;
+        }
+        if (state != State::kRefused) HandleMessage(*message);
+      }
+      for (uint32_t chunk : std::exchange(arrived, {})) SaveChunk(chunk);
       ContinueSave();
       ContinueFinish();
       SendNumbers(session, AppMessageType::kCredit, credits);
       if (DiskBusy()) WaitForDisk(session, alive_at);
-    });
+    } catch (const std::exception& e) {
+      if (state != State::kRefused) Refuse(e.what());
+    }
     session.endpoint.CheckSilence("waiting for the client");
     return completions;
   }
@@ -1409,45 +1389,34 @@ struct ServedClient {
                        [](const Slot& slot) { return Running(slot.save); });
   }
 
-  // Does some work for the client. If it fails, gives up and tells the client
-  // why. The client should then give up, too.
-  void Try(const std::function<void()>& work) {
-    try {
-      work();
-    } catch (const std::exception& e) {
-      SendError(session, e.what());  // throws if the client has gone
-      GiveUp(e.what());
-    }
-  }
-
-  // Ends the work for the client, which has still to leave.
-  void GiveUp(const std::string& reason) {
-    PrintLine(stderr, number, "error: " + reason);
-    state = State::kGivenUp;
+  // Tells the client why its file is not saved. It may still WRITE, so we keep
+  // the session until it has heard that and says BYE.
+  void Refuse(const std::string& reason) {
+    PrintLine(stderr, number, "error: " + Printable(reason));
+    state = State::kRefused;
+    session.Refuse(reason);
   }
 
   // Does what a message asks for, in the state that we are in.
   void HandleMessage(const Message& message) {
     AppMessageType type = TypeOf(message);
-    if (type == AppMessageType::kError) return HandleError(message);
-    if (state == State::kGivenUp) return;
     if (state == State::kWaitPut) return HandlePut(message);
     if (type == AppMessageType::kAlive) return;
     if (type == AppMessageType::kChunk) return HandleChunk(message);
     end = ReadMessage<AppEndMessage>(message, AppMessageType::kEnd);
   }
 
-  // A client that gives up ends with an ERROR instead of a BYE.
-  void HandleError(const Message& message) {
-    done = true;
-    if (state == State::kGivenUp) return;
-    GiveUp("the client gives up: " + ReadReason(message));
+  // A client that gives up says BYE, too.
+  void HandleBye() const {
+    if (state == State::kSaved || state == State::kRefused) return;
+    PrintLine(stderr, number,
+              "error: the client has left before its file was saved");
   }
 
   // Creates the file, and lends the client its slots.
   void HandlePut(const Message& message) {
     auto put = ReadMessage<AppPutMessage>(message, AppMessageType::kPut);
-    const fi_info* info = session.domain.info.get();
+    const fi_info* info = session.mailbox.domain.info.get();
     std::string name(put.name, strnlen(put.name, sizeof(put.name)));
     file_size = put.file_size;
     chunk_size = std::min(kChunkSize, info->ep_attr->max_msg_size);
@@ -1465,22 +1434,24 @@ struct ServedClient {
     slots.resize(std::clamp<uint64_t>(num_chunks, 1, put.num_slots));
     for (size_t i = 0; i < slots.size(); ++i) slots[i].chunk = i;
     // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
-    buf.emplace(session.domain, slots.size() * chunk_size,
+    buf.emplace(session.mailbox.domain, slots.size() * chunk_size,
                 FI_REMOTE_WRITE | FI_RECV);
 
     AppReadyMessage ready = {};
     ready.base.type = AppMessageType::kReady;
-    ready.num_slots = static_cast<uint32_t>(slots.size());
-    ready.chunk_size = static_cast<uint32_t>(chunk_size);
+    ready.num_slots = uint32_t(slots.size());
+    ready.chunk_size = uint32_t(chunk_size);
     // A place in a region is named by its address or, if the provider does
     // without FI_MR_VIRT_ADDR, by its distance from the start.
     bool virt_addr = info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
-    ready.slots = {virt_addr ? reinterpret_cast<uint64_t>(buf->data.get()) : 0,
-                   buf->size, fi_mr_key(buf->mr)};
+    if (virt_addr) ready.addr = reinterpret_cast<uint64_t>(buf->data.get());
+    ready.size = buf->size;
+    ready.rkey = fi_mr_key(buf->mr);
     session.Send(ready);
     PrintLine(stdout, number,
-              "Receiving " + name + ": " + std::to_string(file_size) +
-                  " bytes into " + std::to_string(slots.size()) + " slots of " +
+              "Receiving " + Printable(name) + ": " +
+                  std::to_string(file_size) + " bytes into " +
+                  std::to_string(slots.size()) + " slots of " +
                   std::to_string(chunk_size));
     started_at = Clock::now();
     state = State::kReceive;
@@ -1522,7 +1493,7 @@ struct ServedClient {
       ++saved_chunks;
       slots[i].chunk += slots.size();
       if (slots[i].chunk >= num_chunks) continue;
-      credits.push_back(static_cast<uint32_t>(i));
+      credits.push_back(uint32_t(i));
     }
   }
 
@@ -1540,7 +1511,7 @@ struct ServedClient {
     session.Send(AppMessageBase{AppMessageType::kSaved});
     file.keep = true;
     PrintLine(stdout, number,
-              "Saved " + file.name + ": " +
+              "Saved " + Printable(file.name) + ": " +
                   DescribeRate(file_size, SecondsSince(started_at)));
     state = State::kSaved;
   }
@@ -1549,10 +1520,9 @@ struct ServedClient {
 // Runs the server, which saves files in a directory.
 int ServerMain(const char* program, const std::string& directory) {
   Domain domain(GetInfo());
-  Session listener(domain);
+  Mailbox listener(domain);
   WaitingLine line{domain};
   std::list<ServedClient> clients;
-  std::list<ServedClient> leaving;  // whose chunks are still being saved
   // Without this, a file that exceeds a size limit would kill the server.
   signal(SIGXFSZ, SIG_IGN);
   PrintClientCommand(program, listener.endpoint);
@@ -1575,8 +1545,7 @@ int ServerMain(const char* program, const std::string& directory) {
         }
         line.TellAll();
       }
-      bool full = clients.size() + leaving.size() >= kMaxClients ||
-                  Clock::now() < full_until;
+      bool full = clients.size() >= kMaxClients || Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
         // One at a time: opening an endpoint takes tens of ms over
         // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
@@ -1591,20 +1560,17 @@ int ServerMain(const char* program, const std::string& directory) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    for (auto it = clients.begin(); it != clients.end();) {
-      auto client = it++;
+    clients.remove_if([&](ServedClient& client) {
       try {
-        completions += client->Poll();
-        busy |= client->Busy();
-        if (!client->done) continue;
-        PrintLine(stdout, client->number, "Done.");
+        if (!client.done) completions += client.Poll();
+        busy |= client.Busy();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
+        PrintLine(stderr, client.number, "error: " + Printable(e.what()));
+        client.done = true;
       }
-      leaving.splice(leaving.end(), clients, client);
-    }
-    leaving.remove_if([](auto& client) { return !client.DiskBusy(); });
+      return client.done && !client.DiskBusy();
+    });
     if (completions > 0) continue;
     if (busy) {
       if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
@@ -1613,12 +1579,11 @@ int ServerMain(const char* program, const std::string& directory) {
     std::this_thread::sleep_for(kIdlePause);
   }
   // An ACCEPT on its way is a first contact, too: see Session::Connect.
-  for (auto& client : clients) {
+  for (ServedClient& client : clients) {
     client.session.leave_at = Clock::now() + kContactGrace;
   }
-  leaving.splice(leaving.end(), clients);
-  while (!leaving.empty()) {
-    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
+  while (!clients.empty()) {
+    clients.remove_if([](auto& client) { return client.session.HasLeft(); });
   }
   return 0;
 }
@@ -1642,7 +1607,7 @@ struct ProgressBar {
     if (all_bytes > 0) {
       share = static_cast<double>(bytes) / static_cast<double>(all_bytes);
     }
-    std::string bar(static_cast<size_t>(20 * share), '#');
+    std::string bar(size_t(20 * share), '#');
     bar.resize(20, '.');
     printf("%s[%s] %3.0f%% of %.3f MB, %.3f Gbps", terminal ? "\r" : "",
            bar.c_str(), 100 * share, 1e-6 * static_cast<double>(all_bytes),
@@ -1708,7 +1673,7 @@ struct PutClient {
   // Sends the file. Throws if the server does not say that it is saved.
   void Put(const std::string& name, size_t num_slots) {
     put.base.type = AppMessageType::kPut;
-    put.num_slots = static_cast<uint32_t>(num_slots);
+    put.num_slots = uint32_t(num_slots);
     put.file_size = file.Size();
     snprintf(put.name, sizeof(put.name), "%s", name.c_str());
     session.Send(put);
@@ -1716,8 +1681,8 @@ struct PutClient {
     try {
       session.endpoint.WaitUntil("sending the file",
                                  [this] { return Continue(); });
-    } catch (const std::exception& e) {
-      GiveUp(e.what());
+    } catch (...) {
+      session.SayBye(kContactGrace);
       throw;
     }
     bar.EndLine();
@@ -1740,18 +1705,6 @@ struct PutClient {
                        [](const Slot& slot) { return Running(slot.read); });
   }
 
-  // Tells the server why we give up. Does not wait for long, because the server
-  // may be the reason.
-  void GiveUp(const std::string& reason) {
-    session.leave_at = Clock::now() + kGiveUpLimit;
-    try {
-      SendError(session, reason);
-      while (!session.HasLeft()) continue;
-    } catch (const std::exception&) {
-      // Ignored, because the error to report is the one that made us give up.
-    }
-  }
-
   // Takes the server's messages.
   void HandleMessages() {
     while (std::optional<Message> message = session.Take()) {
@@ -1766,8 +1719,6 @@ struct PutClient {
           if (!end_sent) throw BadMessage("SAVED before the end");
           saved = true;
           break;
-        case AppMessageType::kError:
-          throw std::runtime_error("the server says: " + ReadReason(*message));
         case AppMessageType::kAlive:
           break;
         default:
@@ -1782,12 +1733,12 @@ struct PutClient {
     ready = ReadMessage<AppReadyMessage>(message, AppMessageType::kReady);
     if (ready.num_slots == 0 || ready.num_slots > put.num_slots ||
         ready.chunk_size == 0 || ready.chunk_size > kChunkSize ||
-        ready.slots.size < size_t{ready.num_slots} * ready.chunk_size) {
+        ready.size < size_t{ready.num_slots} * ready.chunk_size) {
       throw BadMessage("its numbers do not fit together");
     }
     num_chunks = CountChunks(put.file_size, ready.chunk_size);
-    buf.emplace(session.domain, size_t{ready.num_slots} * ready.chunk_size,
-                FI_WRITE);
+    buf.emplace(session.mailbox.domain,
+                size_t{ready.num_slots} * ready.chunk_size, FI_WRITE);
     slots.resize(ready.num_slots);
     for (size_t i = 0; i < slots.size(); ++i) {
       slots[i].chunk = i;
@@ -1825,9 +1776,9 @@ struct PutClient {
         .buf = &*buf,
         .len = BytesOf(slot.chunk, ready.chunk_size, put.file_size),
         .offset = i * ready.chunk_size,
-        .remote_addr = ready.slots.addr + i * ready.chunk_size,
-        .remote_key = ready.slots.rkey,
-        .imm_data = imm_data ? static_cast<uint32_t>(slot.chunk + 1) : 0,
+        .remote_addr = ready.addr + i * ready.chunk_size,
+        .remote_key = ready.rkey,
+        .imm_data = imm_data ? uint32_t(slot.chunk + 1) : 0,
         .callback =
             [this, i](const RdmaOp& op) {
               op.Check();
@@ -1840,7 +1791,7 @@ struct PutClient {
   void HandleWriteCompletion(size_t i, size_t len) {
     Slot& slot = slots[i];
     written_bytes += len;
-    if (!imm_data) written_chunks.push_back(static_cast<uint32_t>(slot.chunk));
+    if (!imm_data) written_chunks.push_back(uint32_t(slot.chunk));
     slot.chunk += slots.size();
     ReadChunk(i);
   }
@@ -1933,7 +1884,6 @@ int main(int argc, char** argv) {
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();
   RaiseFileLimit();
   // Has ofi_rxm look for new connections each millisecond instead of each ten.
@@ -1965,9 +1915,6 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
-  } catch (const std::bad_alloc&) {
-    fprintf(stderr, "error: out of memory\n");
-    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;

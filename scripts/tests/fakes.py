@@ -8,10 +8,10 @@ import threading
 import time
 
 from harness import BUILD, provider_in
-from messages import (ACCEPT, BYE, CONNECT, CREDIT, ERROR, FILE_ALIVE, FREE, MALLOC,
-                      READY, REPLY, WAIT, address_message, base, crowd_base,
-                      crowd_connect, crowd_request, give_up, put, read_address,
-                      read_crowd, read_reply, request, type_and_nonce, with_nonce)
+from messages import (ACCEPT, BYE, CONNECT, CREDIT, FILE_ALIVE, FREE, MALLOC,
+                      READY, REFUSED, REPLY, WAIT, address_message, base, crowd_base,
+                      crowd_connect, crowd_request, put, read_address, read_crowd,
+                      read_reply, request, type_and_nonce, with_nonce)
 
 
 def new_nonce():
@@ -217,10 +217,10 @@ class FileSender(FakeClient):
     def refusal(self):
         """Returns the reason that the server gives, and leaves."""
         message = self.answer()
-        assert message[:8] == base(ERROR), message
-        reason = message[8:].split(b"\0")[0].decode()
+        assert message[:8] == base(REFUSED), message
+        reason = message[8:].decode()
         self.expect("error: " + re.escape(reason) + "$")
-        self.send(give_up())
+        self.send(base(BYE))
         self.expect("Done")
         return reason
 

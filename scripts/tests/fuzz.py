@@ -31,7 +31,7 @@ import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
 from messages import (ACCEPT, ALIVE, APPEND, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE,
-                      DONE, END, ERROR, FILE_ALIVE, FREE, GET, JOIN, LONGEST, MALLOC, PUT,
+                      DONE, END, FILE_ALIVE, FREE, GET, JOIN, LONGEST, MALLOC, PUT,
                       RANDOM_FILL, REPORT, STORE, TABLE_ALIVE, TEXT, USAGE, WAIT, base,
                       read_address, read_crowd, with_nonce)
 from repository import ROOT
@@ -67,7 +67,6 @@ FORMATS = {
     "PUT": (PUT, [("file_size", "Q"), ("num_slots", "I"), ("name", "252s")]),
     "CHUNK": (CHUNK, [("chunks", "numbers")]),
     "END": (END, [("checksum", "Q")]),
-    "ERROR": (ERROR, [("text", "252s")]),
     "ALIVE of 9_file": (FILE_ALIVE, []),
     "JOIN": (JOIN, []),
     "APPEND": (APPEND, [("client", "I"), ("count", "I")]),
@@ -203,8 +202,8 @@ def session_of_a_file(rng, number):
         Message("END", checksum=rng.getrandbits(64))]
     if rng.random() < 0.2:
         messages.insert(rng.randrange(len(messages) + 1),
-                        Message(rng.choice(["ERROR", "ALIVE of 9_file", "CHUNK"]),
-                                text=b"enough", chunks=[0, 1, 2]))
+                        Message(rng.choice(["BYE", "ALIVE of 9_file", "CHUNK"]),
+                                chunks=[0, 1, 2]))
     return messages
 
 

@@ -9,8 +9,7 @@ CONNECT, ACCEPT, BYE, WAIT, REFUSED = range(1, 6)
 TEXT = 6  # of 5_reverse
 RANDOM_FILL, PROGRESS = 6, 7  # of 6_write and 7_queue
 MALLOC, FREE, USAGE, REPLY, ALIVE = range(6, 11)  # of 8_malloc
-# Of 9_file, which has ERROR in place of REFUSED.
-ERROR, PUT, READY, CHUNK, CREDIT, END, SAVED, FILE_ALIVE = range(5, 13)
+PUT, READY, CHUNK, CREDIT, END, SAVED, FILE_ALIVE = range(6, 13)  # of 9_file
 JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
 # Of 13_crowd, which knows no WAIT.
 CROWD_REFUSED, GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(4, 11)
@@ -119,11 +118,6 @@ def numbers(type_, *which):
 def end(checksum):
     """An END to the server of 9_file."""
     return base(END) + struct.pack("<Q", checksum)
-
-
-def give_up(text=b""):
-    """An ERROR of 9_file."""
-    return base(ERROR) + struct.pack("<252s", text)
 
 
 def crowd_base(type_, number=0, nonce=0):

@@ -332,8 +332,17 @@ MUTANTS = {
         "test_file.py test_longer_than_it_says"),
     "leavers": Mutant(
         "clients that have left count until their chunks are saved", "9_file",
-        "clients.size() + leaving.size()", "clients.size()",
+        "bool full = clients.size() >= kMaxClients",
+        "bool full = std::count_if(clients.begin(), clients.end(), [](auto& client) {\n"
+        "        return !client.done;\n"
+        "      }) >= int(kMaxClients)",
         "test_file.py test_slow_leavers"),
+    "refused-writer": Mutant(
+        "a client that is refused has time to hear it", "9_file",
+        "      if (state != State::kRefused) Refuse(e.what());\n",
+        "      Refuse(e.what());\n"
+        "      throw;\n",
+        "test_file.py test_refused_while_it_writes"),
     "lease-of-a-turn": Mutant(
         "a lease begins with the turn", "10_lock",
         "        changed_at = Clock::now();\n", "",
@@ -357,8 +366,8 @@ MUTANTS |= {
         "test_rails.py test_link_away"),
     "rail-nonce": Mutant(
         "only who knows the nonce of a client is one of its rails", "11_rails",
-        "return client.Nonce() == nonce; });",
-        "return client.Nonce() == nonce || nonce > 0; });",
+        "if (!client.done && client.Nonce() == nonce) return",
+        "if (!client.done && (client.Nonce() == nonce || nonce > 0)) return",
         "test_rails.py test_nonce_of_a_rail"),
     "rail-request": Mutant(
         "all rails bring the same request", "11_rails",
@@ -381,7 +390,7 @@ MUTANTS |= {
         "test_strangers.py test_server_killed_while_others_wait and 11_rails"),
     "rail-link-local": Mutant(
         "a link-local address is no rail", "11_rails",
-        '"fe80:", 5) == 0) return;', '"fe80:", 5) == 77) return;',
+        '"fe80:", 5) == 0) return', '"fe80:", 5) == 77) return',
         "test_rails.py test_ipv6"),
     "rail-flood": Mutant(
         "the rails of a client are limited", "11_rails",

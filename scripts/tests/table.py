@@ -4,10 +4,10 @@ those in WITHOUT_ENTRY."""
 import typing
 
 from messages import (ACCEPT, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
-                      ERROR, FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY,
-                      SAVED, STORE, TABLE_REPLY, TEXT, USAGE, alive, append, base,
-                      crowd_base, crowd_request, end, fill, fill_repeatedly, give_up,
-                      numbers, put, report, request)
+                      FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED,
+                      STORE, TABLE_REPLY, TEXT, USAGE, alive, append, base, crowd_base,
+                      crowd_request, end, fill, fill_repeatedly, numbers, put, report,
+                      request)
 
 
 class Entry(typing.NamedTuple):
@@ -69,7 +69,7 @@ class Entry(typing.NamedTuple):
     work: bytes = b""
     # What its server says when a client leaves before it has got what it wanted.
     left: str = "Done"
-    # Its server tells a client what is wrong, and waits until the client gives up.
+    # Its server tells a client what is wrong, and waits until the client leaves.
     tells_why: bool = False
     # Makes a request to fill pages, where the program has one.
     fill: typing.Callable | None = None
@@ -244,7 +244,6 @@ BAD_FILES = {
     "slots huge": [put(size=9 << 20, slots=2**32 - 1)],
     "CHUNK before PUT": [numbers(CHUNK, 0)],
     "END before PUT": [end(0)],
-    "ERROR cut short": [give_up()[:-1]],
     "second PUT": [GOOD_PUT, GOOD_PUT],
     "CHUNK beyond the end": [GOOD_PUT, numbers(CHUNK, 9)],
     "CHUNK huge": [GOOD_PUT, numbers(CHUNK, 2**32 - 1)],
@@ -253,7 +252,6 @@ BAD_FILES = {
     "READY": [GOOD_PUT, base(READY) + bytes(32)],
     "CREDIT": [GOOD_PUT, numbers(CREDIT, 0)],
     "SAVED": [GOOD_PUT, base(SAVED)],
-    "half an ERROR": [GOOD_PUT, base(ERROR)],
     "after good ones": [GOOD_PUT, numbers(CHUNK, 0, 1), end(0), base(99)],
     "after the END": [put(), end(0), numbers(CHUNK, 0)],
 }

@@ -20,8 +20,8 @@ from fakes import FakeServer, FileSender
 from harness import (BUILD, LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, address_of,
                      write_source)
 from marks import sturdy_providers
-from messages import (BYE, CHUNK, CREDIT, ERROR, FILE_ALIVE, PUT, SAVED, base, end,
-                      give_up, numbers, put, ready)
+from messages import (BYE, CHUNK, CREDIT, FILE_ALIVE, PUT, REFUSED, SAVED, base, end,
+                      numbers, put, ready)
 from repository import ROOT
 
 MIB = 1 << 20  # bytes of a chunk
@@ -221,9 +221,9 @@ def test_two_terminals(run, build, provider):
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     # Twice does not work, and without a directory, it would not work once.
     check_failure(run(["sh", "-c", command + "file"], cwd=folder),
-                  "the server says: file exists already")
+                  "the server has refused: file exists already")
     check_failure(run(["sh", "-c", command + "received/file"], cwd=folder),
-                  "the server says: file exists already")
+                  "the server has refused: file exists already")
     assert os.listdir(folder + "/received") == ["file"]
     server.signal(signal.SIGINT)
     assert server.wait() == 0
@@ -255,8 +255,8 @@ def test_names(run, serve):
         client.send(put(name))
         assert reason in client.refusal()
         client.open_session()
-    client.send(give_up())
-    client.expect("error: the client gives up: $")
+    client.send(base(BYE))
+    client.expect("error: the client has left before its file was saved$")
     assert len(server.errors()) == len(BAD_NAMES) + 1
     assert not re.search(r"[^\n -~]", server.process.output)
     assert os.listdir(outside) == ["server"] and os.listdir(folder) == ["sub"]
@@ -289,7 +289,7 @@ def test_existing_files(serve):
             kinds[kind](path)
             before = os.lstat(path)
             client = server.start_client(source)
-            check_failure(client, rf"the server says: {name} exists already")
+            check_failure(client, rf"the server has refused: {name} exists already")
             after = os.lstat(path)
             assert (before.st_ino, before.st_mtime_ns, before.st_size) == \
                 (after.st_ino, after.st_mtime_ns, after.st_size)
@@ -315,7 +315,7 @@ def test_created_meanwhile(serve):
     name = os.path.basename(client.source)
     with open(f"{server.folder}/{name}", "w") as file:
         file.write("precious")
-    check_failure(client, "the server says: cannot rename .*: File exists")
+    check_failure(client, "the server has refused: cannot rename .*: File exists")
     server.process.wait_for(r"^\[1\] Done")
     assert os.listdir(server.folder) == [name]
     with open(f"{server.folder}/{name}") as file:
@@ -374,7 +374,7 @@ def test_no_permission(serve, run, build):
     client = run([*wrapper, server.path, server.address, secret])
     check_failure(client, "cannot open .*: Permission denied")
     check_failure(server.start_client("1"),
-                  "the server says: cannot create .*: Permission denied")
+                  "the server has refused: cannot create .*: Permission denied")
     server.process.wait_for(r"^\[1\] Done")
     assert len(server.errors()) == 1 and not os.listdir(folder)
     server.stop()
@@ -387,7 +387,7 @@ def test_longer_than_it_says(serve):
     assert os.path.getsize("/proc/version") == 0
     error = "the file is longer than it says"
     check_failure(server.start_client("/proc/version"), error)
-    server.process.wait_for(r"^\[1\] error: the client gives up: " + error)
+    server.process.wait_for(r"^\[1\] error: the client has left before its file was")
     check_empty(server)
     server.stop()
 
@@ -420,7 +420,7 @@ def test_source_changes(serve, change):
     if change is shrink:
         error = "the file has become shorter"
     check_failure(client, error)
-    server.process.wait_for(r"^\[1\] error: the client gives up: " + error)
+    server.process.wait_for(r"^\[1\] error: the client has left before its file was")
     check_empty(server)
     assert len(server.errors()) == 1
     server.check_client("1")
@@ -459,7 +459,7 @@ def test_disk_full(serve, own_mounts, mount, size, error):
     # Only the server sees this disk.
     server.folder = f"/proc/{server.process.popen.pid}/root{server.folder}"
     client = server.start_client(str(size))
-    check_failure(client, "the server says: " + error)
+    check_failure(client, "the server has refused: " + error)
     server.process.wait_for(r"^\[1\] error: " + error)
     check_empty(server)
     assert len(server.errors()) == 1
@@ -475,7 +475,7 @@ def test_file_size_limit(serve):
     resource.prlimit(server.process.popen.pid, resource.RLIMIT_FSIZE,
                      (3 * MIB, 3 * MIB))
     error = "cannot write .*: File too large"
-    check_failure(server.start_client(str(20 * MIB)), "the server says: " + error)
+    check_failure(server.start_client(str(20 * MIB)), "the server has refused: " + error)
     server.process.wait_for(r"^\[1\] error: " + error)
     check_empty(server)
     assert len(server.errors()) == 1
@@ -492,7 +492,7 @@ def test_disk_that_forgets(serve, what, error):
     server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
                    REORDER_MS="0", NO_SYNC=what)
     check_failure(server.start_client("1"),
-                  f"the server says: {error}: Input/output error")
+                  f"the server has refused: {error}: Input/output error")
     check_empty(server)
     assert len(server.errors()) == 1
     server.stop()
@@ -507,9 +507,9 @@ def test_directory_gone(serve):
     wait_for_part(server)
     os.unlink(f"{server.folder}/{os.listdir(server.folder)[0]}")
     os.rmdir(server.folder)
-    check_failure(client, "the server says: cannot rename .*: No such file")
+    check_failure(client, "the server has refused: cannot rename .*: No such file")
     check_failure(server.start_client("1"),
-                  "the server says: cannot open .*: No such file")
+                  "the server has refused: cannot open .*: No such file")
     server.process.wait_for("Done", count=2)
     assert len(server.errors()) == 2
     server.stop()
@@ -531,7 +531,7 @@ def test_no_memory(serve):
     server = serve("9_file")
     server.check_client("1")
     limit_memory(server, 50 * MIB)
-    check_failure(server.start_client(str(70 * MIB), "64"), "the server says: ")
+    check_failure(server.start_client(str(70 * MIB), "64"), "the server has refused: ")
     check_empty(server)
     limit_memory(server)
     server.check_client(str(MIB))
@@ -726,10 +726,9 @@ def test_bad_senders(run, serve):
             client.open_session()
         # It would fill any disk, but nothing of it has come.
         assert client.put(size=1 << 50, slots=64) == 64
-        client.send(give_up(b"\x1b[31mno\n\x07 more\xc2\x9b"))
-        client.expect(r"error: the client gives up: \?\[31mno\?\? more.\?$")
-        client.expect("Done")
-        # In the middle, without a reason.
+        client.send(base(BYE))
+        client.expect("error: the client has left before its file was saved")
+        # In the middle.
         client.open_session()
         client.put(size=9 * MIB, slots=3)
         client.send(numbers(CHUNK, 0, 1))
@@ -746,11 +745,30 @@ def test_bad_message_once(run, serve):
     server = serve("9_file")
     client = FileSender(run, server)
     client.put(size=9 * MIB, slots=3)
-    for message in [base(99)] * 3 + [base(ERROR)] * 4:
+    for message in [base(99)] * 3 + [base(REFUSED)] * 3 + [base(BYE)]:
         client.process.write(client.send_line(message))
     client.expect("Done|error: waiting")
     assert len(server.errors()) == 1, server.process.output
     check_empty(server)
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+@two_providers
+def test_refused_while_it_writes(run, serve, provider):
+    """A client hears why its file is refused before a WRITE of it fails: until it
+    leaves, its slots are there."""
+    server = serve("9_file", provider)
+    client = FileSender(run, server)
+    client.put(size=9 * MIB, slots=3)
+    client.send(base(99))
+    client.expect("error: bad message")
+    client.write(1)
+    assert "bad message" in client.answer()[8:].decode()
+    client.send(base(BYE))
+    client.expect("Done")
+    check_empty(server)
+    server.check_client("1")
     server.stop()
 
 
@@ -772,7 +790,6 @@ BAD_ANSWERS = {
     "half a credit": [ready(1, 16), numbers(CREDIT, 0)[:-1]],
     "second READY": [ready(1, 16), ready(1, 16)],
     "PUT": [put()],
-    "half an ERROR": [base(ERROR) + b"no"],
 }
 
 
@@ -782,8 +799,8 @@ def test_bad_answers(run, build):
     server, and a text from there does nothing to its terminal."""
     source = run.new_folder() + "/file"
     write_source(source, 0, 1)  # otherwise, it might be a WRITE that fails first
-    answers = {**BAD_ANSWERS, "an ERROR": [give_up(b"no" + b"!" * 300)],
-               "a terrible ERROR": [give_up(b"\x1b[31mno\xc2\x9b\n")]}
+    answers = {**BAD_ANSWERS, "a REFUSED": [base(REFUSED) + b"no"],
+               "a terrible REFUSED": [base(REFUSED) + b"\x1b[31mno\xc2\x9b\n"]}
 
     def check(what):
         server = FakeServer(run, build, "9_file", source, "4")
@@ -792,12 +809,11 @@ def test_bad_answers(run, build):
             server.send(message, "(sent|failed)")
         if what == "type":
             # The server hears of it.
-            while (message := server.receive())[:8] != base(ERROR):
+            while server.receive()[:8] != base(BYE):
                 pass
-            assert b"bad message" in message
         error = "^error: bad message: "
-        if "ERROR" in what and what not in BAD_ANSWERS:
-            error = r"the server says: (no!{250}|\?\[31mno.\?\?)$"
+        if "REFUSED" in what:
+            error = r"the server has refused: (no|\?\[31mno\?\?\?)$"
         check_failure(server.client, error)
         assert not re.search(r"[^\n -~\ufffd]", server.client.output), what
 
@@ -826,7 +842,7 @@ def test_slow_leavers(run, serve):
     for number in range(CLIENTS_AT_A_TIME):
         client.put(b"file %d" % number, size=1)
         client.send(numbers(CHUNK, 0))
-        client.send(give_up())
+        client.send(base(BYE))
         client.expect("Done")
         # The last one has to wait until the first one has gone with its file.
         client.open_session()
@@ -853,7 +869,7 @@ def test_same_name(serve, run):
             client.source = sources[clients.index(client)]
             server.check_file(client)
         else:
-            check_failure(client, "the server says: file(.part)? exists already")
+            check_failure(client, "the server has refused: file(.part)? exists already")
     assert not os.listdir(server.folder)
     assert len(server.errors()) == 2
     server.stop()
@@ -898,8 +914,8 @@ def test_senders_that_go(run, serve, provider):
         wait_until_alone()
     for client in silent, deaf:
         client.expect("error: waiting for the client: nothing has happened for 10 s")
-    alive.send(give_up(b"tired"))
-    alive.expect("error: the client gives up: tired$")
+    alive.send(base(BYE))
+    alive.expect("error: the client has left before its file was saved$")
     check_empty(server)
     stopped.signal(signal.SIGCONT)
     check_failure(stopped, "")
@@ -953,7 +969,7 @@ def test_client_interrupted(serve, provider):
         check_empty(server, 8)  # less than the limit of silence
         # Some providers report the closed connection before its last message.
         server.process.wait_for(
-            rf"^\[{number}\] error: (the client gives up: interrupted$|SEND failed)")
+            rf"^\[{number}\] error: (the client has left|SEND failed)")
     assert len(server.errors()) == 2
     server.check_client()
     server.stop()

@@ -629,8 +629,7 @@ def test_at_the_door_of_a_crowd(run, serve, provider):
                                            (RECVS + 1)))
             client.process.wait_for("^(sent|failed)$", 60,
                                     count=len(bad) + len(wrong) + 6 + RECVS + 1)
-            server.process.wait_for("^error: bad message: 0 bytes", 30,
-                                    count=RECVS + 2)
+            server.process.wait_for("^error: RECV failed: ", 30, count=RECVS + 1)
     server.check_client("5", "5")
     server.stop()
 
@@ -809,7 +808,7 @@ def test_answers_of_strangers(run, build, provider):
 
 
 TERRIBLE = "no\x1b[2J\a\r\x7f\u202e, gr\u00fc\u00dfe".encode() + b"\x9b"
-HARMLESS = r"no\?\[2J\?{6}, gr\u00fc\u00dfe\?\n"
+HARMLESS = r"no\?\[2J\?{6}, gr\?{4}e\?\n"
 CORRECT = ["1", "2"]
 UNASKED = "error: bad message: it answers nothing"
 # What a client asks for, the answer to its CONNECT, those to its first request, and

@@ -37,14 +37,16 @@ int Fail(const std::string& text) {
 
 // ---- A network that has no room ----
 
-struct fi_ops_msg g_real_msg;
+fi_ops_msg g_real_msg;
 size_t g_refused = 0;
 
 // Has room for every second SEND, and not for the first few.
-ssize_t SendSeldom(struct fid_ep* ep, const struct fi_msg* msg,
-                   uint64_t flags) {
+ssize_t SendSeldom(fid_ep* ep, const void* data, size_t len, void* desc,
+                   fi_addr_t peer, void* context) {
   static size_t calls = 0;
-  if (++calls > 4 && calls % 2 == 0) return g_real_msg.sendmsg(ep, msg, flags);
+  if (++calls > 4 && calls % 2 == 0) {
+    return g_real_msg.send(ep, data, len, desc, peer, context);
+  }
   ++g_refused;
   return -FI_EAGAIN;
 }
@@ -56,9 +58,9 @@ int CheckOrder() {
   Endpoint receiver(domain);
   Endpoint sender(domain);
   fi_addr_t peer = sender.AddPeerAddress(receiver.addr);
-  struct fi_ops_msg seldom = g_real_msg = *sender.ep.ptr->msg;
-  seldom.sendmsg = SendSeldom;
-  sender.ep.ptr->msg = &seldom;
+  fi_ops_msg seldom = g_real_msg = *sender.ep->msg;
+  seldom.send = SendSeldom;
+  sender.ep->msg = &seldom;
 
   const std::string sent = "01234567";
   std::string arrived;
@@ -107,7 +109,7 @@ int CheckSignal() {
 struct Pair {
   Domain domain{GetInfo()};
   size_t memory_left = kMaxTransfer;
-  Session listener{domain};
+  Mailbox listener{domain};
   Session client{domain};
   std::optional<ServedClient> state;  // the server's
 
@@ -122,7 +124,7 @@ struct Pair {
     client.peer = client.endpoint.AddPeerAddress(state->session.endpoint.addr);
     // The ACCEPT has arrived, and the server knows it.
     Until([&] { return client.Take().has_value(); });
-    Until([&] { return state->session.unsent == 0; });
+    Until([&] { return state->session.mailbox.unsent == 0; });
   }
 
   // Asks for pages, and waits until the server has seen that.
@@ -196,8 +198,9 @@ int CheckProgress() {
     pair.state->reported_at -= 1h;
     pair.state->Report();
   }
-  printf("on its way: %zu\n", pair.state->session.unsent);
-  return pair.state->session.unsent == 1 ? 0 : Fail("PROGRESS piles up");
+  printf("on its way: %zu\n", pair.state->session.mailbox.unsent);
+  return pair.state->session.mailbox.unsent == 1 ? 0
+                                                 : Fail("PROGRESS piles up");
 }
 
 int CheckClose() {

@@ -91,11 +91,11 @@ MUTANTS = {
         "test_failures.py test_locked_memory and 4_hello"),
     "control-characters": Mutant(
         "a terminal does not obey a text from the other side", "4_hello",
-        "!std::iswcntrl(character)", "true",
+        "c < ' ' || c > '~' ? '?' : c", "c == 0x7f ? '?' : c",
         "test_messages.py test_terrible_texts and 4_hello"),
     "event-queue": Mutant(
         "an event queue is bound to the endpoint", "5_reverse",
-        'FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");', "",
+        'FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");', "",
         "test_failures.py test_event_queue and 5_reverse"),
     "pipe": Mutant(
         "nobody who reads our output ends us", "5_reverse",
@@ -108,12 +108,12 @@ MUTANTS = {
         "test_strangers.py test_memory_of_a_server and 8_malloc"),
     "nonce": Mutant(
         "a message of a stranger ends no conversation", "5_reverse",
-        "    if (base.nonce != nonce) return Take();\n", "",
+        "      if (base.nonce != nonce) continue;\n", "",
         "test_strangers.py test_byes_of_strangers and 5_reverse"),
     "too-long": Mutant(
         "nor does one that is too long", "5_reverse",
-        "    AppMessageBase base = BaseOf(message);\n",
-        "    recv.Check();\n    AppMessageBase base = BaseOf(message);\n",
+        "      } catch (const std::runtime_error&) {\n      }\n      AppMessageBase base",
+        "      } catch (const std::logic_error&) {\n      }\n      AppMessageBase base",
         "test_strangers.py test_byes_of_strangers and 5_reverse"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
@@ -179,7 +179,8 @@ MUTANTS = {
         "test_strict.py test_receipt_fails and 6_write"),
     "printable": Mutant(
         "no text turns the direction of a terminal", "4_hello",
-        "(character < 0x2028 || character > 0x202e) &&", "",
+        "c < ' ' || c > '~' ? '?' : c",
+        "(c & 0x80) == 0 && (c < ' ' || c > '~') ? '?' : c",
         "test_messages.py test_terrible_texts_of_clients and 4_hello"),
     "silence": Mutant(
         "silence ends a session", "5_reverse",
@@ -203,8 +204,8 @@ MUTANTS = {
         "test_programs.py test_data and 6_write and default"),
     "virtual-addresses": Mutant(
         "the provider says how a place is named", "6_write",
-        "if (session.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
-        "if (session.domain.info == nullptr) {",
+        "if (session.mailbox.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
+        "if (session.mailbox.domain.info == nullptr) {",
         "test_programs.py test_data and 6_write and shm"),
     "last-write-of-6": Mutant(
         "the last WRITE waits for all others", "6_write",
@@ -293,7 +294,8 @@ MUTANTS = {
         "test_inside.py test_server_of_a_queue and pages"),
     "progress-piles-up": Mutant(
         "no PROGRESS follows one that is on its way", "7_queue",
-        "< kReportPeriod || session.unsent > 0) return;", "< kReportPeriod) return;",
+        "< kReportPeriod || session.mailbox.unsent > 0) return;",
+        "< kReportPeriod) return;",
         "test_inside.py test_server_of_a_queue and progress"),
     "buffers-first": Mutant(
         "an endpoint is closed before the buffers that it uses", "7_queue",
@@ -554,7 +556,7 @@ MUTANTS |= {
         "test_inside.py test_server_of_a_queue and pages"),
     "longest-page": Mutant(
         "no WRITE is longer than the provider takes", "6_write",
-        "msg.page_size > session.domain.info->ep_attr->max_msg_size ||", "",
+        "msg.page_size > session.mailbox.domain.info->ep_attr->max_msg_size ||", "",
         "test_strict.py test_long_pages and 6_write"),
     "number": Mutant(
         "a client waits for the number that it has chosen", "6_write",
@@ -615,8 +617,8 @@ MUTANTS |= {
         "test_attacks.py test_another_family"),
     "junk": Mutant(
         "only a message with the nonce is a sign of life", "5_reverse",
-        "    if (base.nonce != nonce) return Take();\n    endpoint.RestartSilence();\n",
-        "    endpoint.RestartSilence();\n    if (base.nonce != nonce) return Take();\n",
+        "      if (base.nonce != nonce) continue;\n      endpoint.RestartSilence();\n",
+        "      endpoint.RestartSilence();\n      if (base.nonce != nonce) continue;\n",
         "test_attacks.py test_junk"),
     "line-forgets": Mutant(
         "what was told to invented addresses is given up", "5_reverse",
@@ -817,8 +819,7 @@ MUTANTS |= {
         "test_strict.py test_last_write and 7_queue"),
     "strict-last-message": Mutant(
         "a message has arrived before its endpoint is closed", "5_reverse",
-        "return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);",
-        "return fi_sendmsg(ep, &msg, 0);",
+        "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
         "test_strict.py test_last_message"),
     "strict-context": Mutant(
         "an operation in flight has a context of its own", "7_queue",
@@ -838,20 +839,17 @@ MUTANTS |= {
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-local-right": Mutant(
         "a region has the right that we need", "7_queue",
-        "MakeBuffer(source, session.domain, size, FI_WRITE);",
-        "MakeBuffer(source, session.domain, size, FI_SEND);",
+        "MakeBuffer(source, session.mailbox.domain, size, FI_WRITE);",
+        "MakeBuffer(source, session.mailbox.domain, size, FI_SEND);",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-descriptor": Mutant(
         "a local buffer comes with its descriptor", "7_queue",
-        "    msg.desc = &desc;\n    msg.iov_count = 1;\n    msg.addr = op->peer;\n"
-        "    msg.context = op;\n    if (op->type",
-        "    msg.iov_count = 1;\n    msg.addr = op->peer;\n    msg.context = op;\n"
-        "    if (op->type",
+        "      msg.desc = &desc;\n", "",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-address": Mutant(
         "the provider says how a place is named", "7_queue",
-        "if (session.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
-        "if (session.domain.info == nullptr) {",
+        "if (session.mailbox.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
+        "if (session.mailbox.domain.info == nullptr) {",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-buffers-first": Mutant(
         "the endpoint is closed before the buffers", "7_queue",
@@ -870,13 +868,14 @@ MUTANTS |= {
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-region-first": Mutant(
         "a region is closed before its memory is freed", "7_queue",
-        "  Memory data;\n  Owned<struct fid_mr> mr;\n",
-        "  Owned<struct fid_mr> mr;\n  Memory data;\n",
+        "  Memory data;\n  Owned<fid_mr> mr;\n",
+        "  Owned<fid_mr> mr;\n  Memory data;\n",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-buffer-in-flight": Mutant(
         "the buffer of a SEND stays as it is", "7_queue",
-        "    endpoint.Post(std::move(send));\n",
-        "    endpoint.Post(std::move(send));\n    memset(buf->data.get(), 0, len);\n",
+        "                   }});\n  }\n};\n\n// One end of a",
+        "                   }});\n    memset(buf->data.get(), 0, buf->size);\n  }\n"
+        "};\n\n// One end of a",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-pages": Mutant(
         "all pages of a region exist", "7_queue",
@@ -884,7 +883,7 @@ MUTANTS |= {
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-event-queue": Mutant(
         "an event queue is bound to the endpoint", "7_queue",
-        'FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");', "",
+        'FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");', "",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-mode": Mutant(
         "a program says that its contexts are as large as any", "7_queue",
@@ -892,7 +891,7 @@ MUTANTS |= {
         "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-local": Mutant(
         "a program says that it registers what is its own", "7_queue",
-        "FI_MR_LOCAL | FI_MR_VIRT_ADDR", "FI_MR_VIRT_ADDR",
+        "FI_MR_LOCAL | FI_MR_ALLOCATED", "FI_MR_ALLOCATED",
         "test_strict.py test_rules and 7_queue and not gpu"),
     "gpu-mode": Mutant(
         "a program says that it registers memory of a GPU", "7_queue",

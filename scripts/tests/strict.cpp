@@ -98,8 +98,7 @@
 //
 // The objects that a program gets are ours, with tables of our functions; the
 // provider's are behind them. What it knows is what the programs use: fi_sendmsg
-// and its like, the short forms of 2_first, one buffer each, entries in
-// FI_CQ_FORMAT_DATA.
+// and its like, their short forms, one buffer each, entries in FI_CQ_FORMAT_DATA.
 
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -924,7 +923,7 @@ ssize_t RecvMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
   return Message(kRecv, ep, msg, flags);
 }
 
-// The short forms, of 2_first.
+// The short forms.
 ssize_t Send(struct fid_ep* ep, const void* data, size_t size, void* desc,
              fi_addr_t addr, void* context) {
   struct iovec iov = {const_cast<void*>(data), size};
@@ -1488,7 +1487,7 @@ int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
   return 0;
 }
 
-// The short form, of 2_first.
+// The short form.
 int RegisterBuffer(struct fid* domain, const void* data, size_t size,
                    uint64_t access, uint64_t offset, uint64_t key,
                    uint64_t flags, struct fid_mr** result, void* context) {

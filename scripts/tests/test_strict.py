@@ -45,6 +45,9 @@ SHORT_DELAYS = {
 LAST_LINES = {"4_hello": "^Received ",
               "13_crowd": "^0 clients, [1-9][0-9]* requests so far$"}
 SLEEPERS = [program for program in ("12_sleep", "13_crowd") if program in PROGRAMS]
+# By design, 4_hello breaks one of the rules: it has no event queue, which comes with
+# chapter 5.
+BROKEN = {"4_hello": {"eq"}}
 # How long the other side may take to learn that this one has given up.
 SOON = 5  # seconds
 
@@ -62,12 +65,13 @@ def strict(run):
     return start
 
 
-def check_rules(*processes):
-    """No rule has been broken by processes that have ended."""
+def check_rules(*processes, broken=frozenset()):
+    """No rule has been broken by processes that have ended, but for these."""
     for process in processes:
-        assert "strict: VIOLATION" not in process.output, process.output
-        assert re.search(r"^strict: seen .* rules broken: 0 ", process.output, re.M), \
+        assert set(re.findall("strict: VIOLATION of (.*?):", process.output)) == broken, \
             process.output
+        assert re.search(rf"^strict: seen .* rules broken: {len(broken)} ",
+                         process.output, re.M), process.output
 
 
 def check_transfer(server, *args, **env):
@@ -77,7 +81,7 @@ def check_transfer(server, *args, **env):
     # The last message of the client has reached it, too.
     server.process.wait_for(LAST_LINES.get(server.program, r"^\[1\] Done\.$"), SOON)
     server.stop()
-    check_rules(client, server.process)
+    check_rules(client, server.process, broken=BROKEN.get(server.program, set()))
     assert not server.errors(), server.process.output
     return client
 
@@ -136,11 +140,12 @@ def test_harsh(strict, place, program):
     check_transfer(strict(program, "shm", place, **HARSH))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "4_hello"])
 def test_receipt_fails(strict, program):
     """A RECV completes, the packet that tells its sender so does not arrive, and there
     is a second entry, an error, for the same operation. It is no operation in flight
-    any more, so this costs nobody anything."""
+    any more, so this costs nobody anything. (4_hello does not know what is in flight:
+    that comes with chapter 5.)"""
     check_transfer(strict(program, "shm", STRICT_RECEIPT_FAILS="100", STRICT_WAIT="1",
                           STRICT_EAGAIN="0"))
 

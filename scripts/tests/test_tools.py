@@ -277,8 +277,8 @@ def test_step(tmp_path, program):
         with open(f"{ROOT}/src/{name}.cpp") as file:
             text = file.read()
         if most_added:
-            text, heading, _ = text.partition("\n// The application\n")
-            assert heading, f"src/{name}.cpp has no section `// The application`"
+            text, heading, _ = text.partition("\n// ---- The application ----\n")
+            assert heading, f"src/{name}.cpp has no section `The application`"
         (tmp_path / name).write_text(text)
     done = subprocess.run(
         ["git", "diff", "--no-index", "--numstat", "--patience", before, program],

@@ -461,6 +461,11 @@ MUTANTS |= {
         "a client hears only who knows the nonce", "13_crowd",
         "if (head.base.nonce != server.nonce) return;", "",
         "test_crowd.py test_answers_of_strangers"),
+    "crowd-too-long-for-a-client": Mutant(
+        "a message that is too long ends no client", "13_crowd",
+        "      } catch (const std::runtime_error&) {\n      }\n      HandleMessage(",
+        "      } catch (const std::invalid_argument&) {\n      }\n      HandleMessage(",
+        "test_crowd.py test_answers_of_strangers"),
     "crowd-sequence": Mutant(
         "a reply is that to the last request", "13_crowd",
         "head.sequence == sequence && !reply", "!reply",

@@ -788,9 +788,13 @@ def test_answers_of_strangers(run, build, provider):
     wrong_nonce = [stray[:8] + struct.pack("<I", server.nonce ^ 1) + stray[12:]
                    if len(stray) > 12 else stray for stray in strays]
 
+    # libfabric itself hangs there: chapter 4.
+    if provider != "shm":
+        wrong_nonce.append(bytes(MAX_MESSAGE + 1))
+
     def stray():
         for message in wrong_nonce:
-            server.send(message, as_it_is=True)
+            server.send(message, "(sent|failed)", as_it_is=True)
 
     stray()
     server.reply(ACCEPT)

@@ -64,9 +64,9 @@ def unseen(run):
         shared = {op.addr for p in run.ps for op in p.ops.values() if op.size and
                   not has_page(op.region or op, op)}
         if shared:
-            yield (f"touches of {plural(len(shared), 'buffer')} that share{'s' * (len(shared) == 1)} "
-                   "a page with something else: aligned_alloc(4096, …) and whole pages make them "
-                   "visible")
+            share = "shares" if len(shared) == 1 else "share"
+            yield (f"touches of {plural(len(shared), 'buffer')} that {share} a page with something "
+                   "else: aligned_alloc(4096, …) and whole pages make them visible")
     yield "what goes wrong only when completions come in another order than in this run"
 
 
@@ -620,7 +620,8 @@ def draw_map(run, lane, axis):
         for t0, t1, colour in ((lane.begin, begin, "pale-green"),
                                (begin, op.t0, "pale-amber" if remote else "pale-green"),
                                (op.t0, min(op.end, lane.end), "red" if op.wrong else "blue"),
-                               (op.end, min(back, lane.end), "pale-red" if op.wrong else "pale-blue"),
+                               (op.end, min(back, lane.end),
+                                "pale-red" if op.wrong else "pale-blue"),
                                (back, lane.end, "pale-green")):
             if t1 > t0:
                 yield (f'<rect fill="{style.PALETTE[colour]}" x="{axis(t0):.1f}" '

@@ -757,8 +757,9 @@ class Finder:
                 readers.add(op.offset, op.size, op)
         # Where a conversation was broken off, there was nothing to tell.
         cut = {op.ep for op in region.remote if not op.t1 or op.error}
-        never = [op for op in region.remote if op.what == WRITE and not op.error and op.t1 and
-                 op.ep not in cut and not op.wrong and not op.notice and not (op.target.t1 and op.target.t1 < op.t1) and
+        never = [op for op in region.remote if op.what == WRITE and op.t1 and not op.error and
+                 not op.wrong and not op.notice and op.ep not in cut and
+                 not (op.target.t1 and op.target.t1 < op.t1) and
                  not any(run.clocks.when(op.p, op.t1, p) for p in run.ps if p is not op.p) and
                  not any(o.t0 >= op.t1 for o in readers.overlapping(op.offset, op.size))]
         if not never:

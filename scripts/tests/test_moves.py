@@ -48,7 +48,14 @@ PROMISES = {
                            "^Received 3 bytes: two$": 4}),
         "error": HELLO,  # see test_long_text
         "strangers": HELLO},
-    "5_reverse": {"": LAGER},
+    "5_reverse": {
+        "": LAGER,
+        "introduce": Promise([["lager"]], "^Sent 5 bytes\\.$",
+                             {"^Received CONNECT message from client ": 1,
+                              "^Received 5 bytes: lager$": 1}),
+        "send": Promise([["lager"]], "^Sent CONNECT message to server$",
+                        {"^Received CONNECT message from client ": 1,
+                         "^Received 5 bytes: lager$": 1})},
     "6_write": {"": Promise([["65536", "20"]], client="^Data is correct")},
     "7_queue": {"": Promise([["4096", "100", "3"]], client="^Data is correct",
                             server={"bw=[0-9.]+Gbps": 1})},

@@ -1,0 +1,199 @@
+"""What goes wrong before a move of chapters 4 and 5, and is right after it: the chapters
+have the reader see both."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+import moves
+from harness import BUILD, PROVIDERS, First
+from repository import ROOT, build_moves
+
+LONG = "x" * 65528
+GIVEN_UP = "nothing has happened for 10 s"
+
+
+def after(number, words):
+    """Marks a test of a step's moves: those have to be there. One worker builds them."""
+    step = next((step for step in moves.steps() if step.startswith(f"{number}_")), None)
+    there = {moves.word(path) for path in moves.patches(step)} if step else set()
+    return lambda test: pytest.mark.xdist_group(f"moves of {step}")(pytest.mark.skipif(
+        not set(words.split()) <= there, reason=f"{number} has no such moves")(test))
+
+
+over_tcp = pytest.mark.skipif(os.environ.get("RDMA", "") != "", reason="TCP's own ways")
+
+
+@pytest.fixture
+def walk(run):
+    """Starts the server of a move: walk(5, "loop")."""
+    def start(number, word, provider="", **env):
+        step = next(step for step in moves.steps() if step.startswith(f"{number}_"))
+        words = [moves.word(path) for path in moves.patches(step)]
+        name = f"{number}.{words.index(word) + 1}"
+        return First(run, build_moves([name]), name, provider, **env)
+    return start
+
+
+@pytest.fixture
+def still():
+    """Starts a client that stands still between its CONNECT and its text: it prints more
+    than a pipe holds, and nobody reads that until go() does."""
+    clients = []
+
+    def start(server, provider=""):
+        client = subprocess.Popen(
+            [server.path, server.address, LONG], cwd=ROOT, text=True,
+            env={**os.environ, **({"FI_PROVIDER": provider} if provider else {})},
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        clients.append(client)
+        return client
+    yield start
+    for client in clients:
+        client.kill()
+        client.communicate()
+
+
+def go(client):
+    """Lets it go on. Returns what it prints, without the long text."""
+    return client.communicate(timeout=90)[0].replace("x" * 99, "")
+
+
+@after(4, "stay record")
+def test_any_order(walk):
+    """RECVs complete in any order. Without a record for each, the server prints what
+    nobody has sent: not each time, but soon. With one, each text is somebody's."""
+    def lines(word):
+        server = walk(4, word)
+        clients = [server.start_client(text) for text in ["x" * 60000, "two"] * 4]
+        for client in clients:
+            client.wait()
+        server.process.wait_for("^Received ", count=8)
+        return [line.split(": ") for line in server.process.lines
+                if line.startswith("Received ")]
+    for _ in range(20):
+        wrong = [text for head, text in lines("stay")
+                 if text.strip("\n") != ("two" if " 3 " in head else "x" * 60000)]
+        if wrong:
+            break
+    assert wrong
+    for head, text in lines("record"):
+        assert text == ("two\n" if " 3 " in head else "x" * 60000 + "\n")
+
+
+@pytest.mark.skipif("sockets" not in PROVIDERS, reason="sockets is not here")
+@after(5, "introduce send")
+def test_one_buffer(walk):
+    """The text overwrites the CONNECT, which is still in flight."""
+    server = walk(5, "introduce", "sockets")
+    server.start_client("lager").wait()
+    server.process.wait_for("^Received 5 bytes: lager$")
+    server.process.wait_for(r"^Received \d+ bytes: lager\?")
+    assert "Received CONNECT" not in server.process.output
+    server = walk(5, "send", "sockets")
+    assert server.start_client("lager").wait() == 0
+    server.process.wait_for("^Received 5 bytes: lager$")
+    server.process.wait_for("^Received CONNECT")
+
+
+@after(5, "answer")
+def test_last_peer(walk, still):
+    """The answer to the first client goes to the second, which has gone."""
+    server = walk(5, "answer")
+    first = still(server)
+    server.process.wait_for("^Received CONNECT")
+    second = server.start_client()
+    assert second.wait() == 0 and "The text is correct" in second.output
+    assert GIVEN_UP in go(first)
+    server.process.wait_for("^Sent them back", count=2)
+
+
+@pytest.mark.may_warn("fi_close: Device or resource busy", "tcp;ofi_rxm", "5.4")
+@after(5, "endpoint loop")
+def test_one_after_the_other(walk, still):
+    """A client that stands still keeps the server from all others until it is given up,
+    and from nobody once the server goes round its clients."""
+    server = walk(5, "endpoint")
+    still(server)
+    server.process.wait_for("^Received CONNECT")
+    second = server.start_client()
+    server.process.wait_for(f"^error: waiting for the client: {GIVEN_UP}")
+    assert server.process.output.count("Received CONNECT") == 1
+    second.wait()
+    server = walk(5, "loop")
+    first = still(server)
+    server.process.wait_for("Received CONNECT")
+    second = server.start_client()
+    assert second.wait() == 0 and "The text is correct" in second.output
+    assert "The text is correct" in go(first)
+
+
+@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@after(5, "loop dead")
+def test_places_of_the_dead(walk, still):
+    """Over shared memory, nothing tells the server that eight clients were killed."""
+    for word in "loop", "dead":
+        server = walk(5, word, "shm")
+        clients = [still(server, "shm") for _ in range(8)]
+        server.process.wait_for("Sent them back", count=8)
+        for client in clients:
+            client.kill()
+        ninth = server.start_client()
+        if word == "loop":
+            assert ninth.wait() == 1 and GIVEN_UP in ninth.output
+        else:
+            server.process.wait_for(r"^\[9\] Sent them back")
+            assert ninth.wait() == 0, ninth.output
+
+
+@after(5, "dead refuse")
+def test_reason(run, tmp_path, walk):
+    """A client whose session ends only learns why once the server tells it. This one sends
+    an empty text, which a command line can't have."""
+    words = [moves.word(path) for path in moves.patches("5_reverse")]
+    for word in "dead", "refuse":
+        server = walk(5, word)
+        state = moves.states("5_reverse")[words.index(word) + 1]
+        (tmp_path / "empty.cpp").write_text(state.replace("kText}, text)", 'kText}, "")'))
+        subprocess.run(["g++", "-std=c++20", "-O0", "-o", tmp_path / "empty",
+                        tmp_path / "empty.cpp", "-lfabric"], check=True)
+        client = run([str(tmp_path / "empty"), server.address, "x"])
+        assert client.wait() == 1
+        server.process.wait_for("error: bad message: its text is empty")
+        assert ("the server has refused: bad message: its text is empty" if
+                word == "refuse" else GIVEN_UP) in client.output
+
+
+@over_tcp
+@after(5, "refuse nonce")
+def test_stranger(walk, still):
+    """scripts/stranger ends a session whose messages carry no nonce, and none that has
+    one."""
+    for word in "refuse", "nonce":
+        server = walk(5, word)
+        client = still(server)
+        server.process.wait_for("Received CONNECT")
+        done = subprocess.run(["scripts/stranger", server.address], cwd=ROOT, check=False,
+                              env={**os.environ, "BUILD": BUILD}, capture_output=True,
+                              text=True)
+        assert done.returncode == 0 and "to port " in done.stdout, done
+        if word == "refuse":
+            server.process.wait_for(r"^\[1\] error: bad message: 13 bytes of type")
+            assert "the server has refused: bad message: 13 bytes" in go(client)
+        else:
+            time.sleep(0.3)
+            assert "The text is correct" in go(client)
+
+
+@pytest.mark.may_warn("fi_close: Device or resource busy", "tcp;ofi_rxm", "5_reverse")
+@after(5, "nonce line")
+def test_places_of_those_who_stand_still(walk, still):
+    """A client that has to wait takes the server for dead, unless it is told so."""
+    server = walk(5, "nonce")
+    for _ in range(16):
+        still(server)
+    server.process.wait_for("Received CONNECT", count=8)
+    last = server.start_client()
+    assert last.wait() == 1 and f"waiting for ACCEPT: {GIVEN_UP}" in last.output

@@ -168,7 +168,7 @@ def typed_feed():
      usage), credits = blocks[:10], blocks[10:]
     with open(f"{ROOT}/src/7_queue.cpp") as file:
         source = file.read()
-    for line, added in ("constexpr size_t kMaxWaiting", limits), ("  kProgress", message):
+    for line, added in ("constexpr auto kTellGrace", limits), ("  kProgress", message):
         source = re.sub(rf"(?m)^{line}.*\n", lambda match: match[0] + added, source)
     comment = "// A client, and what it asks of the server"
     source = source.replace(comment, items + "\n" + comment)

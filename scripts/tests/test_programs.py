@@ -14,7 +14,7 @@ from table import TABLE
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 # How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
-CLIENTS = int(os.environ.get("CLIENTS", "8"))
+CLIENTS = int(os.environ.get("CLIENTS", "12"))
 
 
 def skip_lossy(program, provider):

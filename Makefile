@@ -9,7 +9,9 @@
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
-#                   for `make watch-6`: the client's arguments
+#                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
+#                   BEHIND=build/strict.so: a library between the recorder and libfabric
+#   FORCE           for `make type-5.3`: FORCE=1 writes over src/my_5.cpp
 #   DIR, SOURCE     for `make watch`: the folder with the records, and the program's source
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
@@ -35,6 +37,9 @@ endif
 IN_SRC := ls src | sed -n 's/\.cpp$$//p' | grep '^[-+.0-9A-Z_a-z]*$$' | sort -V
 PROGRAMS := $(shell $(IN_SRC) | grep -E '^[0-9]+_')
 OWN := $(shell $(IN_SRC) | grep -vE '^[0-9]+_')
+# The moves of a step, 5.3: patches that lead from its parent to it.
+MOVES := $(shell ls scripts/moves/*/*.patch 2>/dev/null | \
+  sed -nE 's|.*/([0-9]+)_[^/]*/([0-9]+)_.*|\1.\2|p' | sort -V)
 
 # ---- libfabric ----
 
@@ -77,6 +82,11 @@ ifneq ($(CUDA_LIB),)
 # With the static runtime, programs start even where there is no driver.
 $(USE_GPUS:%=$(BUILD)/%): CUDA_CXXFLAGS := -DUSE_CUDA -isystem $(CUDA_HOME)/include
 $(USE_GPUS:%=$(BUILD)/%): CUDA_LIBS := $(CUDA_LIB) -ldl -lrt -lpthread
+# Those after the moves are known only once they are there.
+$(MOVES:%=$(BUILD)/%): CUDA_CXXFLAGS = $(if $(shell grep -s USE_CUDA $<),\
+  -DUSE_CUDA -isystem $(CUDA_HOME)/include)
+$(MOVES:%=$(BUILD)/%): CUDA_LIBS = $(if $(shell grep -s USE_CUDA $<),\
+  $(CUDA_LIB) -ldl -lrt -lpthread)
 endif
 
 # ---- What is missing ----
@@ -99,9 +109,9 @@ NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
 
 # ---- Building ----
 
-.PHONY: all $(PROGRAMS) $(OWN)
+.PHONY: all $(PROGRAMS) $(OWN) $(MOVES)
 all: $(filter-out $(LEFT_OUT),$(PROGRAMS) $(OWN))
-$(PROGRAMS) $(OWN): %: $(BUILD)/%
+$(PROGRAMS) $(OWN) $(MOVES): %: $(BUILD)/%
 ifneq ($(LEFT_OUT),)
 all:
 	@echo 'not built: $(LEFT_OUT); $(strip $(NO_XXHASH))' >&2
@@ -110,9 +120,17 @@ $(LEFT_OUT:%=$(BUILD)/%): FORCE
 	@$(error $(NO_XXHASH))
 endif
 
-$(BUILD)/%: src/%.cpp $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
+BUILD_IT = $(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
+$(BUILD)/%: src/%.cpp $(BUILD)/.flags
+	$(BUILD_IT)
+
+# make 5.3: the program after the third move of step 5.
+$(MOVES:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/moves/src/%.cpp $(BUILD)/.flags
+	$(BUILD_IT)
+# It changes when the program does.
+$(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
+	@python3 scripts/moves/moves.py state $* $@
 
 # Not programs of the tutorial: the tests use `sender` to send what no program of
 # the tutorial would, `allocator`, `callbacks`, `inside_queue` and `inside_lock` try
@@ -167,7 +185,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo watch test test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
+.PHONY: demo moves watch test test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
   bench-rails bench-crowd lint book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
@@ -234,7 +252,7 @@ bench-crowd:
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
 	@scripts/install-deps.sh build exercise
-	@$(MAKE) --no-print-directory $(BUILD)/sender \
+	@$(MAKE) --no-print-directory $(BUILD)/sender $(BUILD)/watch.so \
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
@@ -245,26 +263,45 @@ break-%:
 	@BUILD='$(BUILD)' scripts/breaks/run.sh $*
 
 # Runs a program with a recorder, and shows who owned what when, and what was wrong in
-# that: make watch-6, make watch-mine. With DIR: of what was recorded by hand.
+# that: make watch-6, make watch-mine, make watch-break-6. With DIR: of what was recorded
+# by hand.
 watch-%:
 	@scripts/install-deps.sh build
-	@$(MAKE) --no-print-directory $(BUILD)/watch.so \
-	  $(or $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN))),\
+	@$(MAKE) --no-print-directory $(BUILD)/watch.so $(BEHIND) \
+	  $(or $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))),\
 	  $(error there is no program $*))
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
-	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN))) $(ARGS)
+	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))) $(ARGS)
+watch-break-%:
+	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so $(BEHIND) >/dev/null
+	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
+	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(filter $*_%,$(PROGRAMS)) $(ARGS)
 watch:
 	@[ -n '$(DIR)' ] || { \
 	  echo 'error: name the folder with the records: make watch DIR=run' >&2; exit 2; }
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py '$(DIR)' '$(SOURCE)'
 
-# Shows what a program adds to the one that it is based on: make diff-7.
+# Shows what a program adds to the one that it is based on: make diff-7; what a move
+# adds: make diff-5.3.
 diff-%:
 	@scripts/diff.sh $* $(OWN) $(PROGRAMS)
+
+# The moves, a line each.
+moves:
+	@python3 scripts/moves/moves.py list
+
+# For those who type a move: make type-5.3 makes src/my_5.cpp as it is before the move
+# (FORCE=1: also if that is there), make typed-5.3 compares it with what it should be.
+type-%:
+	@FORCE='$(FORCE)' scripts/moves/type.sh $@
+typed-%:
+	@scripts/moves/type.sh $@
 
 lint:
 	@scripts/install-deps.sh lint
 	clang-format --dry-run -Werror $(PROGRAMS:%=src/%.cpp) scripts/*/*.cpp
+	@for move in $(MOVES); do python3 scripts/moves/moves.py state $$move | \
+	  clang-format --dry-run -Werror --assume-filename=src/$$move.cpp || exit 1; done
 
 # The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
 # It says what it installs before it does.
@@ -302,9 +339,15 @@ help:
 	@echo 'make bench-rails measure 11_rails beside what several links can do'
 	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
+	@echo 'make moves      the moves of each step, a line each'
+	@echo 'make 5.3        build the program after move 3 of step 5'
+	@echo 'make diff-5.3   what this move is for, and what it adds'
+	@echo 'make type-5.3   begin to type it: src/my_5.cpp, as it is before the move'
+	@echo 'make typed-5.3  what src/my_5.cpp still lacks'
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make break-2    build a program with one thing broken on purpose'
 	@echo 'make watch-6    run it with a recorder: who owned what when, and what was wrong'
+	@echo 'make watch-5.3  so after a move'
 	@echo 'make book       the chapters beside their programs, in build/book/'
 	@echo 'make test-book  look at these pages in a browser'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'

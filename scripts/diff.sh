@@ -5,12 +5,45 @@
 #
 # Usage: scripts/diff.sh NUMBER PROGRAM...    (make diff-7)
 # A program of somebody's own has no number. It is named instead: make diff-mine
+# Of a move, shows what it is for, and what it adds to the one before: make diff-5.3
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
 
 number=$1
 shift
+
+dir=$(mktemp -d)
+trap 'rm -rf "$dir"' EXIT
+
+# Runs a command that prints diffs, coloured and paged on a terminal.
+paged() {  # COMMAND...
+  if [ -t 1 ]; then
+    # Tells git to colour what it writes into the file, as if it had started the pager.
+    export GIT_PAGER_IN_USE=1
+    "$@" >"$dir/diff"
+    LESS=${LESS-FRX} sh -c "$(git var GIT_PAGER)" <"$dir/diff"
+  else
+    "$@"
+  fi
+}
+
+if [[ $number =~ ^([0-9]+)\.([0-9]+)$ ]]; then
+  before=${BASH_REMATCH[1]}.$((BASH_REMATCH[2] - 1))
+  for state in "$number" "$before"; do
+    python3 scripts/moves/moves.py state "$state" "$dir/$state.cpp"
+  done
+  show() {
+    python3 scripts/moves/moves.py head "$number"
+    # Lines that only move to the right are not new; others that move have a colour of
+    # their own.
+    (cd "$dir" && git diff --no-index --patience -w --color-moved "$before.cpp" \
+      "$number.cpp") || [ $? -eq 1 ]
+  }
+  paged show
+  exit
+fi
+
 program=
 for name in "$@"; do
   if [[ $name == "$number" || $number =~ ^[0-9]+$ && $name == "$number"_* ]]; then
@@ -48,8 +81,6 @@ program_at=$(application "$program")
   exit
 }
 
-dir=$(mktemp -d)
-trap 'rm -rf "$dir"' EXIT
 mkdir -p "$dir/shared/src" "$dir/application/src"
 for name in "$before" "$program"; do
   at=$(application "$name")
@@ -76,11 +107,4 @@ both() {
   (cd "$dir/application" && compare)
 }
 
-if [ -t 1 ]; then
-  # Tells git to colour what it writes into the file, as if it had started the pager.
-  export GIT_PAGER_IN_USE=1
-  both >"$dir/both"
-  LESS=${LESS-FRX} sh -c "$(git var GIT_PAGER)" <"$dir/both"
-else
-  both
-fi
+paged both

@@ -1087,13 +1087,13 @@ Endpoint& Freshest(Rails& rails) {
 void Connect(Rails& rails, std::list<Domain>& domains,
              const std::vector<Address>& server_addrs) {
   uint32_t nonce = std::random_device()();
-  CheckInterrupted();
   // Usually, the first adapter here reaches the first one there, and so on.
   std::deque<Address> addrs(server_addrs.begin(), server_addrs.end());
   for (Domain& domain : domains) {
     rails.emplace_back(domain).untried = addrs;
     std::rotate(addrs.begin(), addrs.begin() + 1, addrs.end());
   }
+  CheckInterrupted();  // opening them takes a while
   Clock::time_point start = Clock::now();
   Clock::time_point first_at = {};   // when a rail was accepted
   Clock::time_point latest_at = {};  // when another one was

@@ -439,8 +439,8 @@ struct Endpoint {
   static void Sleep(const std::vector<Endpoint*>& endpoints,
                     Clock::duration limit = kMaxSleep) {
     Domain& domain = endpoints.front()->domain;
-    std::vector<struct fid*> cqs;
-    std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
+    std::vector<fid*> cqs;
+    std::vector<pollfd> fds = {{g_wake_fd, POLLIN, 0}};
     Clock::time_point now = Clock::now();
     Clock::duration silence = Clock::duration::max();
     bool can_be_woken = true;
@@ -470,12 +470,11 @@ struct Endpoint {
     }
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
-    auto count = static_cast<int>(cqs.size());
-    int ret = fi_trywait(domain.fabric, cqs.data(), count);
+    int ret = fi_trywait(domain.fabric, cqs.data(), int(cqs.size()));
     if (ret != -FI_EAGAIN) {
       FiCheck(ret, "fi_trywait");
       auto timeout = std::chrono::ceil<std::chrono::milliseconds>(limit);
-      ret = poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
+      ret = poll(fds.data(), fds.size(), int(timeout.count()));
       if (ret == 0) domain.empty_wakes = 0;  // it was sleep
     }
     // A descriptor that is always readable lets nobody sleep. First, though, it
@@ -1001,7 +1000,8 @@ int ServerMain(const char* program) {
   while (!g_interrupted) {
     size_t completions = 0;
     try {
-      completions += listener.Poll();
+      // All that may have come, so that those who wait are in the line.
+      for (size_t i = 0; i < kRecvCount; ++i) completions += listener.Poll();
       while (std::optional<Message> message = listener.Take()) {
         line.Add(ReadConnect(*message, AppMessageType::kConnect));
       }

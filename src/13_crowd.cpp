@@ -8,14 +8,12 @@
 
 #include <fcntl.h>
 #include <poll.h>
-#include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
 #include <rdma/fi_eq.h>
 #include <rdma/fi_errno.h>
 #include <signal.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -29,16 +27,12 @@
 #include <bit>
 #include <charconv>
 #include <chrono>
-#include <clocale>
-#include <cwchar>
-#include <cwctype>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <list>
 #include <map>
 #include <memory>
-#include <new>
 #include <optional>
 #include <random>
 #include <set>
@@ -57,30 +51,19 @@ using Clock = std::chrono::steady_clock;
 
 // ---- Constants ----
 
-// The version of libfabric's interface that we ask for: the newest that we
-// know, but no newer than the headers, because an older library would offer
-// nothing.
-constexpr uint32_t kApiVersion =
-    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
-
-// What this program uses of libfabric: the capabilities of fi_getinfo(3).
-constexpr uint64_t kCaps = FI_MSG;
-
 constexpr size_t kMaxAddressSize = 256;           // bytes
 constexpr size_t kMaxKeySize = 64;                // bytes
 constexpr size_t kMaxValueSize = 1024;            // bytes
 constexpr size_t kMaxMessageSize = 2048;          // bytes
 constexpr size_t kMaxStoreSize = 64 << 20;        // bytes, of all entries
 constexpr size_t kEntrySize = 128;                // bytes, beside key and value
-constexpr size_t kBufferAlign = 4096;             // bytes
 constexpr size_t kServerRecvCount = 256;          // RECVs, for all clients
 constexpr size_t kClientRecvCount = 4;            // RECVs, for the server
 constexpr size_t kSpareOps = 256;                 // rest before they are reused
 constexpr size_t kCompletionQueueSize = 16384;    // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 64;  // entries read at a time
-
-constexpr auto kSilenceLimit = 10s;   // then we give up
-constexpr auto kSpin = 50us;          // of polling, before we sleep
+constexpr auto kSilenceLimit = 10s;               // then we give up
+constexpr auto kSpin = 50us;                      // of polling, before we sleep
 constexpr auto kCrowded = 100ms;      // we do not poll on a core in demand
 constexpr auto kMaxSleep = 500ms;     // at a time: then we look at our limits
 constexpr auto kIdlePause = 500us;    // where nothing can wake us
@@ -110,15 +93,15 @@ std::string ErrorText(int error) {
   return text;
 }
 
-// Throws if a function of libfabric has failed. Such functions return 0 or a
-// count if all went well, otherwise a negative error number.
-void FiCheck(ssize_t ret, const std::string& what) {
-  if (ret >= 0) return;
-  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+// Throws if a call has failed: it has then returned an error number, with a
+// minus sign.
+void FiCheck(ssize_t result, const std::string& call) {
+  if (result >= 0) return;
+  throw std::runtime_error(call + ": " + ErrorText(int(-result)));
 }
 
-// Owns an object of libfabric, and closes it. C++ destroys the members of a
-// struct in reverse order, so each object is declared after those that it uses.
+// Owns an object of libfabric, and closes it. C++ destroys objects in reverse
+// order, so each one is declared after those that it uses.
 template <typename T>
 struct Owned {
   T* ptr = nullptr;
@@ -127,6 +110,7 @@ struct Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   operator T*() const { return ptr; }
+  T* operator->() const { return ptr; }
   ~Owned() {
     int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
     if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
@@ -158,23 +142,10 @@ void CheckInterrupted() {
 }
 
 // Replaces whatever in a text from the other side could deceive on a terminal:
-// control characters, marks that reverse the direction of writing, and bytes
-// that are no UTF-8.
-std::string Printable(const std::string& text) {
-  std::string printable;
-  for (size_t i = 0; i < text.size();) {
-    wchar_t character = 0;
-    std::mbstate_t state = {};
-    size_t left = text.size() - i;
-    size_t len = std::mbrtowc(&character, &text[i], left, &state);
-    bool good = len <= left && !std::iswcntrl(character) &&
-                (character < 0x2028 || character > 0x202e) &&
-                (character < 0x2066 || character > 0x2069);
-    if (!good) len = 1;
-    printable += good ? text.substr(i, len) : "?";
-    i += len;
-  }
-  return printable;
+// all that is not plain ASCII.
+std::string Printable(std::string text) {
+  for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
+  return text;
 }
 
 // ---- Addresses ----
@@ -187,9 +158,8 @@ using Address = std::vector<uint8_t>;
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
-    char digits[3];
-    snprintf(digits, sizeof(digits), "%02x", byte);
-    hex += digits;
+    hex += "0123456789abcdef"[byte / 16];
+    hex += "0123456789abcdef"[byte % 16];
   }
   return hex;
 }
@@ -206,8 +176,7 @@ Address ParseAddress(const std::string& hex) {
   }
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
-    address.push_back(
-        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
+    address.push_back(uint8_t(std::stoul(hex.substr(i, 2), nullptr, 16)));
   }
   return address;
 }
@@ -220,34 +189,30 @@ std::string ProviderSetting() {
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
 }
 
-// What fi_getinfo(3) says about an interface, and about those after it; and the
-// function that frees it.
+// What fi_getinfo answers, and the function that frees it.
 using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (kCaps), the best
-// first. FI_PROVIDER narrows the choice.
+// 1. Ask: which interfaces can do what we need?
 Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
-  if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = kCaps;
-  // Reliable, whole messages, and one endpoint for any number of peers.
-  hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. The answer keeps what the provider insists on.
+  hints->caps = FI_MSG;              // we want to send messages,
+  hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers
+  // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
-      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
-  // Only one thread uses the domain, so the provider needs no locks.
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+      FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
-
-  fi_info* info = nullptr;
-  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
-          ProviderSetting() +
-              "fi_getinfo finds no interface that can do what this "
-              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
-              "needs room in /dev/shm)");
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  fi_info* info;  // a list, the best one first
+  FiCheck(
+      fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints.get(), &info),
+      ProviderSetting() +
+          "fi_getinfo finds no interface that can do what this program needs "
+          "(`fi_info -t FI_EP_RDM` lists what there is; shm needs room in "
+          "/dev/shm)");
   return Info(info, fi_freeinfo);
 }
 
@@ -258,18 +223,16 @@ std::string Describe(const fi_info* info) {
          ", provider: " + info->fabric_attr->prov_name;
 }
 
-// An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter.
+// 2. The network, and in it our access to the adapter.
 struct Domain {
-  Info info;
+  Info info = GetInfo();
   Owned<fid_fabric> fabric;
   Owned<fid_domain> handle;
-  uint64_t next_key = 1;
+  uint64_t next_key = 1;      // no two regions may have the same one
   size_t empty_wakes = 0;     // since something has last completed
   Clock::time_point poll_at;  // before that, others need our core
 
-  // Opens the first interface of a list.
-  explicit Domain(Info list) : info(std::move(list)) {
+  Domain() {
     printf("%s\n", Describe(info.get()).c_str());
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
@@ -282,58 +245,29 @@ struct Domain {
   }
 };
 
-// Memory, and the function that frees it.
-using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
-
-// Allocates zeroed memory. Writing the zeros makes sure that every page of it
-// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
-Memory AllocHost(size_t size) {
-  size_t align = kBufferAlign;
-  size_t rounded = (size + align - 1) / align * align;
-  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) {
-    throw std::runtime_error("no memory for " + std::to_string(size) +
-                             " bytes");
-  }
-  memset(data.get(), 0, rounded);
-  return data;
-}
-
-// Registered memory: the adapter knows it, and which operations may use it
-// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
-// adapter may use its buffer at any time, so declare a buffer before the
-// Endpoint that uses it. Then C++ closes the Endpoint first.
+// 3. Registered memory: the adapter may use it, for FI_SEND or for FI_RECV.
 struct Buffer {
-  size_t size;  // bytes
-  Memory data;
+  size_t size;                   // bytes
+  std::unique_ptr<char[]> data;  // zeros, so that its pages exist
   Owned<fid_mr> mr;
 
   Buffer(Domain& domain, size_t bytes, uint64_t access)
-      : size(bytes), data(AllocHost(bytes)) {
-    iovec iov = {.iov_base = data.get(), .iov_len = size};
-    fi_mr_attr attr = {};
-    attr.mr_iov = &iov;
-    attr.iov_count = 1;
-    attr.access = access;
-    // Used by providers that let us choose the key (those without
-    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-    attr.requested_key = domain.next_key++;
-    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr),
-            "fi_mr_regattr of " + std::to_string(size) + " bytes");
+      : size(bytes), data(std::make_unique<char[]>(bytes)) {
+    FiCheck(fi_mr_reg(domain.handle, data.get(), size, access, 0,
+                      domain.next_key++, 0, &mr.ptr, nullptr),
+            "fi_mr_reg");
   }
 };
 
 // ---- Operations and completions ----
 
 // The kinds of operations.
-enum class RdmaOpType : uint8_t { kRecv, kSend };
+enum class RdmaOpType { kRecv, kSend };
 
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
-  // Must come first: some providers keep notes of their own here while the
-  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  fi_context2 context = {};
+  fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -342,32 +276,39 @@ struct RdmaOp {
   uint64_t flags = 0;      // of a SEND: FI_DELIVERY_COMPLETE, where it matters
   std::string error = {};  // set at completion; empty if all went well
   bool in_flight = false;  // posted, and not yet completed
+
+  // Throws if the operation has failed.
+  void Check() const {
+    if (error.empty()) return;
+    throw std::runtime_error(type == RdmaOpType::kRecv
+                                 ? "RECV failed: " + error
+                                 : "SEND failed: " + error +
+                                       "; is the other side still running?");
+  }
 };
 
-// An endpoint, where operations are posted, and what belongs to it: a
-// completion queue, which says what became of them, an address vector, which
-// holds the addresses of peers, and an event queue.
+// 4. An endpoint, with an address vector and a completion queue.
 struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
-
-  Address addr;                                   // our own
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
+  Address addr;                                   // our own
   bool refused = false;  // there was no room for an operation
   int wait_fd = -1;  // readable when to read `cq`; -1: there is no such thing
-  Owned<fid_av> av;
-  Owned<fid_cq> cq;
-  Owned<fid_eq> eq;
-  Owned<fid_ep> ep;
+
+  Owned<fid_av> av;  // the addresses of our peers
+  Owned<fid_cq> cq;  // how our operations have ended
+  Owned<fid_eq> eq;  // what happens to the endpoint
+  Owned<fid_ep> ep;  // where we post them
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
-            "fi_av_open");
     fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
-    cq_attr.format = FI_CQ_FORMAT_DATA;
+    cq_attr.format = FI_CQ_FORMAT_DATA;  // what we want to know of each
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
     // Ask for a descriptor, for poll(2). Not all providers can have one.
     cq_attr.wait_obj = FI_WAIT_FD;
     if (fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr) != 0) {
@@ -381,21 +322,19 @@ struct Endpoint {
     fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
-
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
     if (!g_interrupted) InstallSignalHandlers();
-    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
-    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
-            "fi_ep_bind (completion queue)");
-    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
     FiCheck(fi_enable(ep), "fi_enable");
 
     size_t length = kMaxAddressSize;
     addr.resize(length);
-    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    FiCheck(fi_getname(&ep->fid, addr.data(), &length), "fi_getname");
     addr.resize(length);
   }
 
@@ -415,8 +354,9 @@ struct Endpoint {
                       address.begin());
   }
 
-  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
-  // that does not exist shows later, as an error or as silence.
+  // Returns libfabric's number for a peer's address, which operations take
+  // instead of it. Nothing is sent, so a peer that does not exist shows later,
+  // as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
     fi_addr_t peer = FI_ADDR_UNSPEC;
     if (!IsLikeOurs(address) ||
@@ -437,9 +377,9 @@ struct Endpoint {
     }
   }
 
-  // Hands an operation to libfabric. Its buffer must not change until it has
-  // completed. Returns false if libfabric has no room for it now (-FI_EAGAIN);
-  // reading completions makes room, so try again afterwards. An operation that
+  // 5. Hands an operation to libfabric. Its buffer must not change until it has
+  // completed. Returns false if libfabric has no room for it now; reading
+  // completions makes room, so try again afterwards. An operation that
   // libfabric refuses completes at once, with an error.
   bool Post(RdmaOp request) {
     while (free_ops.size() < kSpareOps) {
@@ -454,29 +394,31 @@ struct Endpoint {
     }
     free_ops.pop_front();
     op->in_flight = true;
-    if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
+    if (ret != 0) Complete(op, 0, ErrorText(int(-ret)));
     return true;
   }
 
-  // Calls the function of libfabric for an operation. See fi_msg(3).
+  // Calls the function of libfabric for an operation.
   ssize_t Submit(RdmaOp* op) {
+    char* data = op->buf->data.get();
     void* desc = fi_mr_desc(op->buf->mr);
-    iovec iov = {.iov_base = op->buf->data.get(), .iov_len = op->len};
+    if (op->type == RdmaOpType::kRecv) {
+      return fi_recv(ep, data, op->len, desc, op->peer, op);
+    }
+    iovec iov = {.iov_base = data, .iov_len = op->len};
     fi_msg msg = {};
     msg.msg_iov = &iov;
     msg.desc = &desc;
     msg.iov_count = 1;
     msg.addr = op->peer;
     msg.context = op;
-    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
     // An answer tells that a request has arrived, so most SENDs may complete as
     // soon as their buffer is free again.
     return fi_sendmsg(ep, &msg, op->flags);
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read: they have no thread of their own. Returns the number of completions.
-  // Throws if something is wrong with the endpoint, or if a callback does.
+  // read. Returns the number of completions. Throws if a callback does.
   size_t PollCompletion() {
     fi_cq_data_entry cqe[kCompletionQueueReadCount];
     ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
@@ -497,10 +439,10 @@ struct Endpoint {
       }
     }
     if (failure) std::rethrow_exception(failure);
-    return static_cast<size_t>(ret);
+    return size_t(ret);
   }
 
-  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  // Ends an operation: its record is free for another one. Calls back.
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
@@ -522,9 +464,7 @@ struct Endpoint {
   // Only fi_cq_readerr can read it.
   void ReadError() {
     fi_cq_err_entry entry = {};
-    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
-    if (ret == -FI_EAGAIN) return;
-    FiCheck(ret, "fi_cq_readerr");
+    FiCheck(fi_cq_readerr(cq, &entry, 0), "fi_cq_readerr");
     std::string error = ErrorText(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
@@ -544,8 +484,8 @@ struct Endpoint {
   static void Sleep(const std::vector<Endpoint*>& endpoints,
                     Clock::duration limit = kMaxSleep) {
     Domain& domain = endpoints.front()->domain;
-    std::vector<struct fid*> cqs;
-    std::vector<struct pollfd> fds = {{g_wake_fd, POLLIN, 0}};
+    std::vector<fid*> cqs;
+    std::vector<pollfd> fds = {{g_wake_fd, POLLIN, 0}};
     Clock::time_point now = Clock::now();
     Clock::duration silence = Clock::duration::max();
     bool can_be_woken = true;
@@ -575,12 +515,11 @@ struct Endpoint {
     }
     // What has come since we have last looked need not make a descriptor
     // readable any more. Only this tells that it is safe to sleep (fi_poll(3)).
-    auto count = static_cast<int>(cqs.size());
-    int ret = fi_trywait(domain.fabric, cqs.data(), count);
+    int ret = fi_trywait(domain.fabric, cqs.data(), int(cqs.size()));
     if (ret != -FI_EAGAIN) {
       FiCheck(ret, "fi_trywait");
       auto timeout = std::chrono::ceil<std::chrono::milliseconds>(limit);
-      ret = poll(fds.data(), fds.size(), static_cast<int>(timeout.count()));
+      ret = poll(fds.data(), fds.size(), int(timeout.count()));
       if (ret == 0) domain.empty_wakes = 0;  // it was sleep
     }
     // A descriptor that is always readable lets nobody sleep. First, though, it
@@ -662,8 +601,7 @@ struct AppConnectMessage {
 // value.
 struct AppRequestMessage {
   AppMessageBase base;
-  uint32_t sequence =
-      0;  // of the client's requests; a reply has that of its own
+  uint32_t sequence = 0;  // of the client's requests; a reply repeats it
   uint32_t key_size = 0;  // bytes
 };
 
@@ -686,6 +624,15 @@ T ReadMessage(const Message& message) {
   T head;
   memcpy(&head, message.data(), sizeof(head));
   return head;
+}
+
+// Does the reverse of ReadMessage: the bytes of a struct, and of a tail.
+template <typename T>
+Message WriteMessage(const T& head, std::string_view tail = {}) {
+  // Padding would carry whatever was in memory there.
+  static_assert(std::has_unique_object_representations_v<T>);
+  Message message(reinterpret_cast<const char*>(&head), sizeof(head));
+  return message.append(tail);
 }
 
 // ---- Mailboxes ----
@@ -735,74 +682,6 @@ struct Mailbox {
     }
   }
 
-  // Posts what has to wait, and polls. Returns the number of completions.
-  size_t Poll() {
-    PostRecvs();
-    PostBlocked();
-    return endpoint.PollCompletion();
-  }
-
-  // Takes out the next message, if there is one. It is empty if its RECV has
-  // failed: it was too long.
-  std::optional<Message> Take() {
-    if (arrivals.empty()) return std::nullopt;
-    RdmaOp recv = std::move(arrivals.front());
-    arrivals.pop_front();
-    Message message;
-    if (recv.error.empty()) {
-      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
-    }
-    free_recv_bufs.push_back(recv.buf);
-    return message;
-  }
-
-  // Sends a copy of a message: a head of fixed size, and a tail.
-  template <typename T>
-  void Send(Peer& peer, const T& head, std::string_view tail = {},
-            uint64_t flags = 0) {
-    // Padding would carry whatever was in memory there.
-    static_assert(std::has_unique_object_representations_v<T>);
-    if (free_send_bufs.empty()) {
-      free_send_bufs.push_back(
-          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
-    }
-    Buffer* buf = free_send_bufs.back();
-    size_t len = sizeof(head) + tail.size();
-    if (len > buf->size) {
-      throw std::runtime_error("a message of " + std::to_string(len) +
-                               " bytes is too long for this provider");
-    }
-    free_send_bufs.pop_back();
-    AppMessageBase base = head.base;
-    base.number = peer.number;
-    base.nonce = peer.nonce;
-    memcpy(buf->data.get(), &head, sizeof(head));
-    memcpy(buf->data.get(), &base, sizeof(base));
-    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
-    RdmaOp send = {.type = RdmaOpType::kSend,
-                   .peer = peer.addr,
-                   .buf = buf,
-                   .len = len,
-                   .callback =
-                       [this, &peer](const RdmaOp& op) {
-                         --peer.in_flight;
-                         free_send_bufs.push_back(op.buf);
-                         if (peer.error.empty()) peer.error = op.error;
-                       },
-                   .flags = flags};
-    peer.unposted.push_back(std::move(send));
-    if (peer.unposted.size() == 1) PostSends(peer);  // else it has its turn
-  }
-
-  // Posts what waits. Each peer gets its turn, as often as the others.
-  void PostBlocked() {
-    for (size_t i = std::min(blocked.size(), kBlockedBatch); i > 0; --i) {
-      Peer* peer = blocked.front();
-      blocked.pop_front();
-      PostSends(*peer);
-    }
-  }
-
   // Posts the SENDs to a peer, in order, as far as libfabric has room; the rest
   // waits for its turn. A peer that does not read must not use up the room of
   // all others, so each has a share of it.
@@ -816,6 +695,68 @@ struct Mailbox {
       peer.unposted.pop_front();
     }
     if (!peer.unposted.empty()) blocked.push_back(&peer);
+  }
+
+  // Posts what waits. Each peer gets its turn, as often as the others.
+  void PostBlocked() {
+    for (size_t i = std::min(blocked.size(), kBlockedBatch); i > 0; --i) {
+      Peer* peer = blocked.front();
+      blocked.pop_front();
+      PostSends(*peer);
+    }
+  }
+
+  // Posts what has to wait, and polls. Returns the number of completions.
+  size_t Poll() {
+    PostRecvs();
+    PostBlocked();
+    return endpoint.PollCompletion();
+  }
+
+  // Takes out the next message, if there is one. Throws if its RECV has failed:
+  // it was too long, for example.
+  std::optional<Message> Take() {
+    if (arrivals.empty()) return std::nullopt;
+    RdmaOp recv = std::move(arrivals.front());
+    arrivals.pop_front();
+    auto* data = recv.buf->data.get();
+    Message message(data, data + (recv.error.empty() ? recv.len : 0));
+    free_recv_bufs.push_back(recv.buf);
+    recv.Check();
+    return message;
+  }
+
+  // Sends a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(Peer& peer, const T& head, std::string_view tail = {},
+            uint64_t flags = 0) {
+    Message message = WriteMessage(head, tail);
+    AppMessageBase base = {head.base.type, peer.number, peer.nonce};
+    memcpy(message.data(), &base, sizeof(base));
+    if (message.size() > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " +
+                               std::to_string(message.size()) +
+                               " bytes is too long for this provider");
+    }
+    if (free_send_bufs.empty()) {
+      free_send_bufs.push_back(
+          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
+    }
+    Buffer* buf = free_send_bufs.back();
+    free_send_bufs.pop_back();
+    std::copy(message.begin(), message.end(), buf->data.get());
+    auto sent = [this, &peer](const RdmaOp& op) {
+      --peer.in_flight;
+      free_send_bufs.push_back(op.buf);
+      if (peer.error.empty()) peer.error = op.error;
+    };
+    peer.unposted.push_back({.type = RdmaOpType::kSend,
+                             .peer = peer.addr,
+                             .buf = buf,
+                             .len = message.size(),
+                             .callback = sent,
+                             .flags = flags});
+    if (peer.unposted.size() == 1) PostSends(peer);  // else it has its turn
   }
 
   // Drops the SENDs to a peer that wait.
@@ -874,9 +815,7 @@ struct Server {
   size_t num_requests = 0;
   std::string printed;  // how things stood when we looked last
   Clock::time_point looked_at = Clock::now();
-  Mailbox mailbox;
-
-  Server() : domain(GetInfo()), mailbox(domain, kServerRecvCount) {}
+  Mailbox mailbox{domain, kServerRecvCount};
 
   // Does what may fail without ending the server: a message that cannot be
   // right, or something wrong with the endpoint.
@@ -893,8 +832,8 @@ struct Server {
   size_t Poll() {
     size_t completions = 0;
     Try([&] { completions = mailbox.Poll(); });
-    while (std::optional<Message> message = mailbox.Take()) {
-      Try([&] { HandleMessage(*message); });
+    while (!mailbox.arrivals.empty()) {
+      Try([&] { HandleMessage(*mailbox.Take()); });
     }
     // A few at a time: contacting a client may take a millisecond.
     for (size_t i = 0; i < kConnectBatch && !connects.empty(); ++i) {
@@ -1122,8 +1061,13 @@ struct Client {
   // message could not be sent, or if we are refused.
   size_t Poll() {
     size_t completions = mailbox.Poll();
-    while (std::optional<Message> message = mailbox.Take()) {
-      HandleMessage(*message);
+    while (!mailbox.arrivals.empty()) {
+      Message message;
+      try {
+        message = *mailbox.Take();
+      } catch (const std::runtime_error&) {
+      }
+      HandleMessage(message);
     }
     if (server.error.empty()) return completions;
     throw std::runtime_error("SEND failed: " + server.error +
@@ -1163,7 +1107,7 @@ struct Client {
     const Address& addr = mailbox.endpoint.addr;
     AppConnectMessage connect = {};
     connect.base.type = AppMessageType::kConnect;
-    connect.addr_size = static_cast<uint32_t>(addr.size());
+    connect.addr_size = uint32_t(addr.size());
     std::copy(addr.begin(), addr.end(), connect.addr);
     mailbox.Send(server, connect);
     connect_at = Clock::now();
@@ -1179,8 +1123,7 @@ struct Client {
     asked_at = Clock::now();
     mailbox.endpoint.RestartSilence();
     mailbox.Send(server,
-                 AppRequestMessage{
-                     {type}, ++sequence, static_cast<uint32_t>(key.size())},
+                 AppRequestMessage{{type}, ++sequence, uint32_t(key.size())},
                  key + value);
   }
 
@@ -1211,11 +1154,12 @@ int ClientMain(const Address& server_addr, AppMessageType type,
   if (key.size() > kMaxKeySize || value.size() > kMaxValueSize) {
     throw std::invalid_argument("KEY or VALUE is too long");
   }
-  Domain domain(GetInfo());
+  Domain domain;
   Client client(domain, server_addr);
+  // A signal may come before the first contact, or wait for its end. In between,
+  // the shm provider of libfabric 1.17 would end the server with us.
+  CheckInterrupted();
   client.Connect();
-  // A signal must not end us in the middle of the first contact: with the shm
-  // provider of libfabric 1.17, the server would end with us.
   auto has_left = [&] { return client.HasLeft(); };
   WaitFor(client, "sending CONNECT", has_left, kContactGrace);
   WaitFor(client, "waiting for ACCEPT", [&] { return client.IsConnected(); });
@@ -1355,7 +1299,7 @@ struct CrowdClient {
 
 // Runs many clients in one process.
 int CrowdMain(const Address& server_addr, Crowd crowd) {
-  Domain domain(GetInfo());
+  Domain domain;
   std::list<CrowdClient> clients;
   for (size_t i = 0; i < crowd.num_clients; ++i) {
     clients.emplace_back(crowd, domain, server_addr);
@@ -1461,7 +1405,6 @@ int main(int argc, char** argv) {
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   g_wake_fd = eventfd(0, EFD_CLOEXEC);
   InstallSignalHandlers();
   RaiseFileLimit();
@@ -1486,7 +1429,7 @@ int main(int argc, char** argv) {
           std::tuple("put", AppMessageType::kPut, 3),
           std::tuple("delete", AppMessageType::kDelete, 2)}) {
       if (args[0] != name) continue;
-      if (args.size() != static_cast<size_t>(num_args)) {
+      if (args.size() != size_t(num_args)) {
         throw std::invalid_argument(args[0] + ": wrong number of arguments");
       }
       args.resize(3);
@@ -1503,9 +1446,6 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
-  } catch (const std::bad_alloc&) {
-    fprintf(stderr, "error: out of memory\n");
-    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;

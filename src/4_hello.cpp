@@ -488,7 +488,7 @@ int ListMain() {
   Info list = GetInfo();
   // An interface may appear several times, with different capabilities.
   std::set<std::string> seen;
-  for (const fi_info* info = list.get(); info != nullptr; info = info->next) {
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string line = Describe(info);
     if (seen.insert(line).second) printf("%s\n", line.c_str());
   }

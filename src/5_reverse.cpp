@@ -913,7 +913,8 @@ int ServerMain(const char* program) {
   while (!g_interrupted) {
     size_t completions = 0;
     try {
-      completions += listener.Poll();
+      // All that may have come, so that those who wait are in the line.
+      for (size_t i = 0; i < kRecvCount; ++i) completions += listener.Poll();
       while (std::optional<Message> message = listener.Take()) {
         line.Add(ReadConnect(*message, AppMessageType::kConnect));
       }

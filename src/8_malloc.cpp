@@ -7,7 +7,6 @@
 // Based on 7_queue.
 
 #include <fcntl.h>
-#include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -22,7 +21,6 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/resource.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -30,10 +28,7 @@
 #include <bit>
 #include <charconv>
 #include <chrono>
-#include <clocale>
 #include <cmath>
-#include <cwchar>
-#include <cwctype>
 #include <deque>
 #include <exception>
 #include <functional>
@@ -74,18 +69,17 @@ constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
 constexpr size_t kSpareOps = 16;                  // rest before they are reused
 constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-
-constexpr auto kSilenceLimit = 10s;   // then we give up
+constexpr auto kSilenceLimit = 10s;               // then we give up
 constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
 constexpr auto kQuietLimit = 2s;      // without one, then we poll slowly
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kDrainLimit = 1s;      // that we wait for what is in flight
-constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
-constexpr auto kTellGrace = 2s;       // for what it is told to arrive
-constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
 constexpr auto kIdleLimit = 60s;      // without any work, while others wait
 constexpr size_t kMaxClients = 8;     // that are served at a time
 constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
+constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
+constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
+constexpr auto kTellGrace = 2s;       // for what it is told to arrive
 
 constexpr size_t kPoolSize = 256 << 20;       // bytes that the server lends
 constexpr size_t kPieceAlign = 64;            // bytes: a line of the cache
@@ -118,15 +112,15 @@ std::string ErrorText(int error) {
   return text;
 }
 
-// Throws if a function of libfabric has failed. Such functions return 0 or a
-// count if all went well, otherwise a negative error number.
-void FiCheck(ssize_t ret, const std::string& what) {
-  if (ret >= 0) return;
-  throw std::runtime_error(what + ": " + ErrorText(static_cast<int>(-ret)));
+// Throws if a call has failed: it has then returned an error number, with a
+// minus sign.
+void FiCheck(ssize_t result, const std::string& call) {
+  if (result >= 0) return;
+  throw std::runtime_error(call + ": " + ErrorText(int(-result)));
 }
 
-// Owns an object of libfabric, and closes it. C++ destroys the members of a
-// struct in reverse order, so each object is declared after those that it uses.
+// Owns an object of libfabric, and closes it. C++ destroys objects in reverse
+// order, so each one is declared after those that it uses.
 template <typename T>
 struct Owned {
   T* ptr = nullptr;
@@ -135,6 +129,7 @@ struct Owned {
   Owned(const Owned&) = delete;
   Owned& operator=(const Owned&) = delete;
   operator T*() const { return ptr; }
+  T* operator->() const { return ptr; }
   ~Owned() {
     int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;
     if (ret != 0) fprintf(stderr, "warning: fi_close: %s\n", fi_strerror(-ret));
@@ -164,23 +159,10 @@ void CheckInterrupted() {
 }
 
 // Replaces whatever in a text from the other side could deceive on a terminal:
-// control characters, marks that reverse the direction of writing, and bytes
-// that are no UTF-8.
-std::string Printable(const std::string& text) {
-  std::string printable;
-  for (size_t i = 0; i < text.size();) {
-    wchar_t character = 0;
-    std::mbstate_t state = {};
-    size_t left = text.size() - i;
-    size_t len = std::mbrtowc(&character, &text[i], left, &state);
-    bool good = len <= left && !std::iswcntrl(character) &&
-                (character < 0x2028 || character > 0x202e) &&
-                (character < 0x2066 || character > 0x2069);
-    if (!good) len = 1;
-    printable += good ? text.substr(i, len) : "?";
-    i += len;
-  }
-  return printable;
+// all that is not plain ASCII.
+std::string Printable(std::string text) {
+  for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
+  return text;
 }
 
 // ---- Addresses ----
@@ -193,9 +175,8 @@ using Address = std::vector<uint8_t>;
 std::string ToHex(const Address& address) {
   std::string hex;
   for (uint8_t byte : address) {
-    char digits[3];
-    snprintf(digits, sizeof(digits), "%02x", byte);
-    hex += digits;
+    hex += "0123456789abcdef"[byte / 16];
+    hex += "0123456789abcdef"[byte % 16];
   }
   return hex;
 }
@@ -212,8 +193,7 @@ Address ParseAddress(const std::string& hex) {
   }
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
-    address.push_back(
-        static_cast<uint8_t>(std::stoul(hex.substr(i, 2), nullptr, 16)));
+    address.push_back(uint8_t(std::stoul(hex.substr(i, 2), nullptr, 16)));
   }
   return address;
 }
@@ -226,40 +206,38 @@ std::string ProviderSetting() {
   return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
 }
 
-// What fi_getinfo(3) says about an interface, and about those after it; and the
-// function that frees it.
+// What fi_getinfo answers, and the function that frees it.
 using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
-// Asks libfabric for the interfaces that can do what we need (`caps`), the best
-// first. FI_PROVIDER narrows the choice, and `same`, at least to its provider.
+// 1. Ask: which interfaces can do what we need (`caps`)? Only `same`, if it is
+// given.
 Info GetInfo(uint64_t caps = kCaps, const fi_info* same = nullptr) {
   Info hints(fi_allocinfo(), fi_freeinfo);
-  if (hints == nullptr) throw std::bad_alloc();
-  hints->caps = caps;
-  // Reliable, whole messages, and one endpoint for any number of peers.
-  hints->ep_attr->type = FI_EP_RDM;
-  // Demands that we can meet. The answer keeps what the provider insists on.
+  hints->caps = caps;                // we want to send messages, and to WRITE
+  hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
+  hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
+  // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
-      FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+      FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
   if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;
-  // Only one thread uses the domain, so the provider needs no locks.
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;
   // Messages to the same peer must arrive in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
   if (same != nullptr) {
     hints->fabric_attr->prov_name = strdup(same->fabric_attr->prov_name);
     hints->fabric_attr->name = strdup(same->fabric_attr->name);
     hints->domain_attr->name = strdup(same->domain_attr->name);
   }
-
-  fi_info* info = nullptr;
-  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
-          ProviderSetting() +
-              "fi_getinfo finds no interface that can do what this "
-              "program needs (`fi_info -t FI_EP_RDM` lists what there is; shm "
-              "needs room in /dev/shm)");
+  fi_info* info;  // a list, the best one first
+  FiCheck(
+      fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+      ProviderSetting() +
+          "fi_getinfo finds no interface that can do what this program needs "
+          "(`fi_info -t FI_EP_RDM` lists what there is; shm needs room in "
+          "/dev/shm)");
   return Info(info, fi_freeinfo);
 }
 
@@ -290,8 +268,7 @@ std::string Describe(const fi_info* info) {
          ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
 }
 
-// An interface that has been opened: its fabric, which is the network, and its
-// domain, which is our access to the adapter.
+// 2. The network, and in it our access to the adapter.
 struct Domain {
   Info info;
   Owned<fid_fabric> fabric;
@@ -354,10 +331,7 @@ Memory AllocHost(size_t size) {
 int FindGpu();  // -1 if there is none
 Memory CudaAlloc(size_t size);
 
-// Registered memory: the adapter knows it, and which operations may use it
-// (FI_SEND, FI_RECV ...; see fi_mr(3)). While an operation is in flight the
-// adapter may use its buffer at any time, so declare a buffer before the
-// Endpoint that uses it. Then C++ closes the Endpoint first.
+// 3. Registered memory: the adapter may use it, for FI_SEND, FI_RECV ...
 struct Buffer {
   size_t size;  // bytes
   int gpu;      // that has the memory; -1: the host
@@ -391,7 +365,7 @@ struct Buffer {
 // ---- Operations and completions ----
 
 // The kinds of operations.
-enum class RdmaOpType : uint8_t { kRecv, kSend, kWrite, kRead };
+enum class RdmaOpType { kRecv, kSend, kWrite, kRead };
 
 // Returns the name of an operation, for error messages.
 const char* NameOf(RdmaOpType type) {
@@ -411,9 +385,7 @@ const char* NameOf(RdmaOpType type) {
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
 struct RdmaOp {
-  // Must come first: some providers keep notes of their own here while the
-  // operation is in flight (FI_CONTEXT2 in fi_getinfo(3)).
-  fi_context2 context = {};
+  fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
@@ -441,30 +413,27 @@ struct RdmaOp {
   }
 };
 
-// An endpoint, where operations are posted, and what belongs to it: a
-// completion queue, which says what became of them, an address vector, which
-// holds the addresses of peers, and an event queue.
+// 4. An endpoint, with an address vector and a completion queue.
 struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
-
   std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
-
-  Address addr;                                   // our own
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
-  Owned<fid_av> av;
-  Owned<fid_cq> cq;
-  Owned<fid_eq> eq;
-  Owned<fid_ep> ep;
+  Address addr;                                   // our own
+
+  Owned<fid_av> av;  // the addresses of our peers
+  Owned<fid_cq> cq;  // how our operations have ended
+  Owned<fid_eq> eq;  // what happens to the endpoint
+  Owned<fid_ep> ep;  // where we post them
 
   explicit Endpoint(Domain& open_domain) : domain(open_domain) {
     fi_av_attr av_attr = {};
-    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
-            "fi_av_open");
     fi_cq_attr cq_attr = {};
     cq_attr.size = kCompletionQueueSize;
-    cq_attr.format = FI_CQ_FORMAT_DATA;
+    cq_attr.format = FI_CQ_FORMAT_DATA;  // what we want to know of each
+    FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
+            "fi_av_open");
     FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
     // Without an event queue, the efa provider ends the process on some errors
@@ -472,21 +441,19 @@ struct Endpoint {
     fi_eq_attr eq_attr = {};
     FiCheck(fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr),
             "fi_eq_open");
-
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // The shm provider has just put handlers of its own before ours. They
     // delete our shared memory at once, and then the other side may crash.
     if (!g_interrupted) InstallSignalHandlers();
-    FiCheck(fi_ep_bind(ep, &av.ptr->fid, 0), "fi_ep_bind (address vector)");
-    FiCheck(fi_ep_bind(ep, &cq.ptr->fid, FI_TRANSMIT | FI_RECV),
-            "fi_ep_bind (completion queue)");
-    FiCheck(fi_ep_bind(ep, &eq.ptr->fid, 0), "fi_ep_bind (event queue)");
+    FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
     FiCheck(fi_enable(ep), "fi_enable");
 
     size_t length = kMaxAddressSize;
     addr.resize(length);
-    FiCheck(fi_getname(&ep.ptr->fid, addr.data(), &length), "fi_getname");
+    FiCheck(fi_getname(&ep->fid, addr.data(), &length), "fi_getname");
     addr.resize(length);
   }
 
@@ -506,8 +473,9 @@ struct Endpoint {
                       address.begin());
   }
 
-  // Returns libfabric's number for a peer's address. Nothing is sent, so a peer
-  // that does not exist shows later, as an error or as silence.
+  // Returns libfabric's number for a peer's address, which operations take
+  // instead of it. Nothing is sent, so a peer that does not exist shows later,
+  // as an error or as silence.
   fi_addr_t AddPeerAddress(const Address& address) {
     fi_addr_t peer = FI_ADDR_UNSPEC;
     if (!IsLikeOurs(address) ||
@@ -520,7 +488,7 @@ struct Endpoint {
     return peer;
   }
 
-  // Hands an operation to libfabric, or keeps it until there is room. Its
+  // 5. Hands an operation to libfabric, or keeps it until there is room. Its
   // buffer must not change until it has completed. Once one operation has to
   // wait, all later ones wait behind it, so that none overtakes another.
   void Post(RdmaOp request) {
@@ -546,15 +514,16 @@ struct Endpoint {
       if (ret == -FI_EAGAIN) return;  // reading completions makes room
       pending_ops.pop_front();
       op->in_flight = true;
-      if (ret != 0) Complete(op, 0, ErrorText(static_cast<int>(-ret)));
+      if (ret != 0) Complete(op, 0, ErrorText(int(-ret)));
     }
   }
 
-  // Calls the function of libfabric for an operation. See fi_msg(3), fi_rma(3).
+  // Calls the function of libfabric for an operation.
   ssize_t Submit(RdmaOp* op) {
+    uint8_t* data = &op->buf->data[op->offset];
     void* desc = fi_mr_desc(op->buf->mr);
-    iovec iov = {.iov_base = &op->buf->data[op->offset], .iov_len = op->len};
     if (op->OneSided()) {
+      iovec iov = {.iov_base = data, .iov_len = op->len};
       fi_rma_iov remote = {
           .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
       fi_msg_rma msg = {};
@@ -569,21 +538,14 @@ struct Endpoint {
       if (op->type == RdmaOpType::kRead) return fi_readmsg(ep, &msg, 0);
       return fi_writemsg(ep, &msg, domain.write_flags);
     }
-    fi_msg msg = {};
-    msg.msg_iov = &iov;
-    msg.desc = &desc;
-    msg.iov_count = 1;
-    msg.addr = op->peer;
-    msg.context = op;
-    if (op->type == RdmaOpType::kRecv) return fi_recvmsg(ep, &msg, 0);
-    // Complete only when the data is in place at the peer. The default of a
-    // provider may be a weaker level (fi_cq(3)).
-    return fi_sendmsg(ep, &msg, FI_DELIVERY_COMPLETE);
+    if (op->type == RdmaOpType::kRecv) {
+      return fi_recv(ep, data, op->len, desc, op->peer, op);
+    }
+    return fi_send(ep, data, op->len, desc, op->peer, op);
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read: they have no thread of their own. Returns the number of completions.
-  // Throws if something is wrong with the endpoint, or if a callback does.
+  // read. Returns the number of completions. Throws if a callback does.
   size_t PollCompletion() {
     ProgressPendingOps();
     fi_cq_data_entry cqe[kCompletionQueueReadCount];
@@ -604,10 +566,10 @@ struct Endpoint {
       }
     }
     if (failure) std::rethrow_exception(failure);
-    return static_cast<size_t>(ret);
+    return size_t(ret);
   }
 
-  // Ends an operation: makes its RdmaOp free for another one, and calls back.
+  // Ends an operation: its record is free for another one. Calls back.
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
@@ -632,9 +594,7 @@ struct Endpoint {
   // Only fi_cq_readerr can read it.
   void ReadError() {
     fi_cq_err_entry entry = {};
-    ssize_t ret = fi_cq_readerr(cq, &entry, 0);
-    if (ret == -FI_EAGAIN) return;
-    FiCheck(ret, "fi_cq_readerr");
+    FiCheck(fi_cq_readerr(cq, &entry, 0), "fi_cq_readerr");
     std::string error = ErrorText(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
@@ -756,7 +716,7 @@ template <typename T>
 T ReadMessage(const Message& message, AppMessageType type) {
   if (message.size() < sizeof(T) || TypeOf(message) != type) {
     throw BadMessage(std::to_string(message.size()) + " bytes of type " +
-                     std::to_string(static_cast<uint32_t>(TypeOf(message))));
+                     std::to_string(uint32_t(TypeOf(message))));
   }
   T head;
   memcpy(&head, message.data(), sizeof(head));
@@ -778,22 +738,25 @@ Address AddressIn(const AppConnectMessage& connect) {
   return {connect.addr, connect.addr + connect.addr_size};
 }
 
-// One end of a conversation: an endpoint, and messages from and to one peer.
-// The server has a session for each client. Destroying it also ends whatever
-// was in flight to that client, and only closing the endpoint can do that.
-struct Session {
+// Does the reverse of ReadMessage: the bytes of a struct, and of a tail.
+template <typename T>
+Message WriteMessage(const T& head, std::string_view tail = {}) {
+  // Padding would carry whatever was in memory there.
+  static_assert(std::has_unique_object_representations_v<T>);
+  Message message(reinterpret_cast<const char*>(&head), sizeof(head));
+  return message.append(tail);
+}
+
+// An endpoint, and messages from and to those who know its address.
+struct Mailbox {
   Domain& domain;
   std::list<Buffer> bufs;               // of all RECVs and SENDs
   std::deque<RdmaOp> arrivals;          // completed RECVs
   std::vector<Buffer*> free_send_bufs;  // those without a message
   size_t unsent = 0;                    // messages whose SEND has not completed
   Endpoint endpoint;
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  uint32_t nonce = 0;  // of this conversation; the listener (0) takes any
-  Clock::time_point leave_at;  // until then, the last messages may leave
-  bool waiting = false;        // client: has been told to
 
-  explicit Session(Domain& open_domain)
+  explicit Mailbox(Domain& open_domain)
       : domain(open_domain), endpoint(open_domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
       PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
@@ -809,41 +772,24 @@ struct Session {
                    .callback = arrived});
   }
 
-  // Takes out the next message, if there is one. Throws if the server has
-  // refused what we want. In a conversation, ignores messages without its
-  // nonce, and those that are too long: they are not from our peer. The
-  // listener throws if a RECV has failed.
+  // Takes out the next message, if there is one. Throws if its RECV has failed:
+  // it was too long, for example.
   std::optional<Message> Take() {
     if (arrivals.empty()) return std::nullopt;
     RdmaOp recv = std::move(arrivals.front());
     arrivals.pop_front();
-    Message message;
-    if (recv.error.empty()) {
-      message.assign(recv.buf->data.get(), recv.buf->data.get() + recv.len);
-    }
+    auto* data = recv.buf->data.get();
+    Message message(data, data + (recv.error.empty() ? recv.len : 0));
     PostRecv(*recv.buf);
-    if (nonce == 0) {
-      recv.Check();
-      return message;
-    }
-    AppMessageBase base = BaseOf(message);
-    if (base.nonce != nonce) return Take();
-    endpoint.RestartSilence();
-    if (base.type == AppMessageType::kRefused) {
-      throw std::runtime_error("the server has refused: " +
-                               Printable(message.c_str() + sizeof(base)));
-    }
+    recv.Check();
     return message;
   }
 
-  // Sends a copy of a message: a head of fixed size, and a tail.
-  template <typename T>
-  void Send(const T& head, std::string_view tail = {}) {
-    // Padding would carry whatever was in memory there.
-    static_assert(std::has_unique_object_representations_v<T>);
-    size_t len = sizeof(head) + tail.size();
-    if (len > domain.MaxMessageSize()) {
-      throw std::runtime_error("a message of " + std::to_string(len) +
+  // Sends a copy of a message.
+  void Send(fi_addr_t peer, const Message& message) {
+    if (message.size() > domain.MaxMessageSize()) {
+      throw std::runtime_error("a message of " +
+                               std::to_string(message.size()) +
                                " bytes is too long for this provider");
     }
     if (free_send_bufs.empty()) {
@@ -852,28 +798,69 @@ struct Session {
     }
     Buffer* buf = free_send_bufs.back();
     free_send_bufs.pop_back();
-    memcpy(buf->data.get(), &head, sizeof(head));
-    memcpy(buf->data.get() + offsetof(AppMessageBase, nonce), &nonce,
-           sizeof(nonce));
-    std::copy(tail.begin(), tail.end(), buf->data.get() + sizeof(head));
+    std::copy(message.begin(), message.end(), buf->data.get());
     ++unsent;
-    RdmaOp send = {.type = RdmaOpType::kSend,
+    endpoint.Post({.type = RdmaOpType::kSend,
                    .peer = peer,
                    .buf = buf,
-                   .len = len,
+                   .len = message.size(),
                    .callback = [this](const RdmaOp& op) {
                      op.Check();
                      --unsent;
                      free_send_bufs.push_back(op.buf);
-                   }};
-    endpoint.Post(std::move(send));
+                   }});
+  }
+};
+
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client. Destroying it also ends whatever
+// was in flight to that client, and only closing the endpoint can do that.
+struct Session {
+  Mailbox mailbox;
+  Endpoint& endpoint;  // that of the mailbox
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  uint32_t nonce = 0;          // of this conversation
+  Clock::time_point leave_at;  // until then, the last messages may leave
+  bool waiting = false;        // client: has been told to
+
+  explicit Session(Domain& domain)
+      : mailbox(domain), endpoint(mailbox.endpoint) {}
+
+  // Takes out the next message of our peer, if there is one. Those without the
+  // nonce, and those that are too long, are from somebody else. Throws if the
+  // server has refused what we want.
+  std::optional<Message> Take() {
+    while (!mailbox.arrivals.empty()) {
+      Message message;
+      try {
+        message = *mailbox.Take();
+      } catch (const std::runtime_error&) {
+      }
+      AppMessageBase base = BaseOf(message);
+      if (base.nonce != nonce) continue;
+      endpoint.RestartSilence();
+      if (base.type == AppMessageType::kRefused) {
+        throw std::runtime_error("the server has refused: " +
+                                 Printable(message.c_str() + sizeof(base)));
+      }
+      return message;
+    }
+    return std::nullopt;
+  }
+
+  // Sends a message: a head of fixed size, and a tail.
+  template <typename T>
+  void Send(const T& head, std::string_view tail = {}) {
+    Message message = WriteMessage(head, tail);
+    memcpy(&message[offsetof(AppMessageBase, nonce)], &nonce, sizeof(nonce));
+    mailbox.Send(peer, message);
   }
 
   // Sends our address: in a CONNECT or an ACCEPT.
   void SendAddress(AppMessageType type) {
     AppConnectMessage connect = {};
     connect.base.type = type;
-    connect.addr_size = static_cast<uint32_t>(endpoint.addr.size());
+    connect.addr_size = uint32_t(endpoint.addr.size());
     std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
     Send(connect);
   }
@@ -898,7 +885,7 @@ struct Session {
     } catch (const std::exception&) {
       return true;
     }
-    return unsent == 0 || Clock::now() >= leave_at;
+    return mailbox.unsent == 0 || Clock::now() >= leave_at;
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
@@ -914,7 +901,7 @@ struct Session {
         "sending CONNECT",
         [this] {
           std::this_thread::sleep_for(kIdlePause);
-          return unsent == 0;
+          return mailbox.unsent == 0;
         },
         kContactGrace);
     printf("Sent CONNECT message to server\n");
@@ -947,7 +934,8 @@ struct Session {
     try {
       Send(AppMessageBase{AppMessageType::kBye});
       endpoint.WaitUntil(
-          "saying BYE", [this] { return unsent == 0; }, kContactGrace, limit);
+          "saying BYE", [this] { return mailbox.unsent == 0; }, kContactGrace,
+          limit);
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
     }
@@ -1210,7 +1198,7 @@ struct ServedClient {
   Clock::time_point reported_at = Clock::now();
   Clock::time_point worked_at = Clock::now();  // as far as we know
   uint64_t finished = 0;                       // of the client's operations
-  bool done = false;                           // the client has said BYE
+  bool done = false;  // has said BYE or failed; last messages may be leaving
 
   // Opens the session. Throws if the machine lacks what that takes.
   ServedClient(Domain& domain, size_t client_number,
@@ -1237,10 +1225,11 @@ struct ServedClient {
     try {
       // One request at a time, so that no answers pile up if a client does not
       // take them.
-      while (session.unsent == 0) {
+      while (session.mailbox.unsent == 0) {
         std::optional<Message> message = session.Take();
         if (!message) break;
         if (TypeOf(*message) == AppMessageType::kBye) {
+          PrintLine(stdout, number, "Done.");
           done = true;
           return completions;
         }
@@ -1342,10 +1331,9 @@ Info GetInfoWithGpu();
 int ServerMain(const char* program) {
   Domain domain(GetInfoWithGpu());
   Pool pool(domain, kPoolSize);
-  Session listener(domain);
+  Mailbox listener(domain);
   WaitingLine line{domain};
   std::list<ServedClient> clients;
-  std::list<ServedClient> leaving;  // with a last message on its way
   PrintClientCommand(program, listener.endpoint);
 
   size_t num_clients = 0;        // so far
@@ -1365,8 +1353,7 @@ int ServerMain(const char* program) {
         }
         line.TellAll();
       }
-      bool full = clients.size() + leaving.size() >= kMaxClients ||
-                  Clock::now() < full_until;
+      bool full = clients.size() >= kMaxClients || Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {
         // One at a time: opening an endpoint takes tens of ms over
         // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
@@ -1381,26 +1368,22 @@ int ServerMain(const char* program) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    for (auto it = clients.begin(); it != clients.end();) {
-      auto client = it++;
+    size_t left = 0;  // the client that is removed
+    clients.remove_if([&](ServedClient& client) {
       try {
-        completions += client->Poll();
-        if (!client->done && !line.visitors.empty()) client->CheckIdle();
-        if (!client->done) continue;
-        PrintLine(stdout, client->number, "Done.");
+        if (!client.done) completions += client.Poll();
+        if (!client.done && !line.visitors.empty()) client.CheckIdle();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client->number, "error: " + Printable(e.what()));
+        PrintLine(stderr, client.number, "error: " + Printable(e.what()));
+        client.done = true;
       }
-      leaving.splice(leaving.end(), clients, client);
-    }
-    for (auto it = leaving.begin(); it != leaving.end();) {
-      auto client = it++;
-      if (!client->session.HasLeft()) continue;
-      size_t number = client->number;
-      leaving.erase(client);
-      PrintLine(stdout, number, pool.Usage());
-    }
+      // One at a time, to say what the pool lends without it.
+      if (left > 0 || !client.done || !client.session.HasLeft()) return false;
+      left = client.number;
+      return true;
+    });
+    if (left > 0) PrintLine(stdout, left, pool.Usage());
     if (completions > 0) continue;
     // The clients' READs and WRITEs complete nothing here, but many providers
     // do their part of the work only while we poll.
@@ -1411,12 +1394,11 @@ int ServerMain(const char* program) {
     std::this_thread::sleep_for(kIdlePause);
   }
   // An ACCEPT on its way is a first contact, too: see Session::Connect.
-  for (auto& client : clients) {
+  for (ServedClient& client : clients) {
     client.session.leave_at = Clock::now() + kContactGrace;
   }
-  leaving.splice(leaving.end(), clients);
-  while (!leaving.empty()) {
-    leaving.remove_if([](auto& client) { return client.session.HasLeft(); });
+  while (!clients.empty()) {
+    clients.remove_if([](auto& client) { return client.session.HasLeft(); });
   }
   return 0;
 }
@@ -1457,7 +1439,7 @@ struct MallocClient {
     session.endpoint.WaitUntil(what, [&] {
       if (done()) return true;
       Clock::time_point now = Clock::now();
-      if (now - alive_at > kAlivePeriod && session.unsent == 0) {
+      if (now - alive_at > kAlivePeriod && session.mailbox.unsent == 0) {
         alive_at = now;
         session.Send(AppAliveMessage{{AppMessageType::kAlive}, finished});
       }
@@ -1784,7 +1766,6 @@ int main(int argc, char** argv) {
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
   }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  std::setlocale(LC_CTYPE, "C.UTF-8");  // for Printable
   InstallSignalHandlers();
   RaiseFileLimit();
   // Has ofi_rxm look for new connections each millisecond instead of each ten.
@@ -1806,9 +1787,6 @@ int main(int argc, char** argv) {
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
-  } catch (const std::bad_alloc&) {
-    fprintf(stderr, "error: out of memory\n");
-    return 1;
   } catch (const std::exception& e) {
     fprintf(stderr, "error: %s\n", e.what());
     return 1;

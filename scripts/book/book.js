@@ -1,5 +1,5 @@
-// What the book's pages do beyond being read: the program follows the chapter, lines
-// lead to their passages, All or New, keys, search, themes. Without it, all text is
+// What the book's pages do beyond being read: the program follows the chapter, from move
+// to move, lines lead to their passages, All or New, keys, search, themes. Without it, all text is
 // there, and plain links lead to the lines.
 "use strict";
 
@@ -124,14 +124,23 @@ function beside() {
   const article = $("article");
   // Where there is no room beside the chapter, it is a sheet below it.
   const wide = matchMedia("(min-width: 75rem)");
-  const passages = JSON.parse($("#passages").textContent);
-  const names = JSON.parse($("#names").textContent);
-  const folds = $$("details.old", code);
+  const map = $(".map", program), view = $(".view", map);
   const excerpts = $$(".excerpt");
   const parts = excerpts.flatMap(excerpt => {
     const found = $$(".part", excerpt);
     return (found.length ? found : [excerpt]).map(part => ({part, excerpt}));
   });
+  // The finished program, and what it is after each move, as far as it has been shown.
+  const finished = {name: "", head: $("h2", program).textContent, map: $("svg", map),
+                    size: $(".size", program)?.innerHTML, rows: [...code.childNodes],
+                    passages: JSON.parse($("#passages").textContent),
+                    names: JSON.parse($("#names").textContent)};
+  const moves = new Map(JSON.parse($("#program-moves")?.textContent || "[]").map(move =>
+    [move.name, move]));
+  let shown = finished;  // one of these
+  let folds = $$("details.old", code), count = $$("[id^=L]", code).length;
+  let at = "";           // the move in whose section the reader is
+  let only = false;      // the finished program, whatever is read
   let held = null;     // the element whose lines stay, or null while we follow
   let reading = null;  // the part of an excerpt that is being read
   let lit = [];
@@ -141,6 +150,131 @@ function beside() {
 
   // Tab would stop at each of two thousand numbers otherwise.
   for (const number of $$("[id] > a", code)) number.tabIndex = -1;
+
+  // ---- The program after a move ----
+
+  // Makes the rows from what the page has of a move: lines of the finished program by their
+  // numbers, and others.
+  function build(move) {
+    const codes = finished.rows.flatMap(row => row.matches("details") ? $$("[id]", row) :
+      row.id ? [row] : []).map(row => row.innerHTML.replace(/^<a.*?<\/a>|\n$/g, ""));
+    move.finished = [];  // a line of this move, from 0: its number in the finished program
+    const one = (line, kind) => {
+      const [number, code] = typeof line === "string" ? [0, line] : [line].flat();
+      const html = code ?? codes[number - 1];
+      if (kind === "gone") return `<del>${html}</del>`;
+      move.finished.push(number);
+      const at = move.finished.length;
+      return `<div id=L${at}${kind === "new" ? " class=new" : ""}>` +
+        `<a href="#${move.name}-L${at}" tabindex=-1>${at}</a>${html}\n</div>`;
+    };
+    const template = make("template", {innerHTML: move.lines.map(([kind, ...lines]) => {
+      const html = lines.map(line => one(line, kind)).join("");
+      return /^(new|gone)$/.test(kind) ? html
+        : `<details class=old open><summary>${kind}</summary>${html}</details>`;
+    }).join("") + move.map});
+    move.rows = [...template.content.childNodes];
+    move.map = move.rows.pop();
+    move.head = `After ${move.name}: ${finished.head}`;
+  }
+
+  // Shows it, or, without a name, the finished program.
+  function turn(name) {
+    const next = moves.get(name) || finished;
+    if (next === shown) return;
+    if (!next.rows) build(next);
+    light("");
+    $("svg", map).replaceWith(next.map);
+    shown = next;
+    code.replaceChildren(...shown.rows);
+    folds = $$("details.old", code);
+    count = $$("[id^=L]", code).length;
+    for (const fold of folds) fold.open = !program.classList.contains("only-new");
+    $("h2", program).textContent = shown.head;
+    if (shown.size) $(".size", program).innerHTML = shown.size;
+    update();
+  }
+
+  // What the section that is being read is about, where the program beside it changes.
+  function section() {
+    const eye = middle();
+    return $$("h1, h2", article).filter(heading =>
+      heading.getBoundingClientRect().top < eye).at(-1)?.dataset.move || "";
+  }
+
+  // The reader has come to another move.
+  function enter(name) {
+    at = name;
+    if (reading) reading.excerpt.classList.remove("reading");
+    reading = null;
+    say("");
+    light("");
+    turn(only ? "" : at);
+    which();
+    if (only) return;
+    const near = at ? excerpts.find(excerpt => excerpt.dataset.move === at) : lastAbove(middle());
+    const row = at && $("[id^=L].new", code);
+    if (near) centre(...ranges(there(near))[0]);
+    else if (row) centre(row.id.slice(1), row.id.slice(1));
+  }
+
+  // The last excerpt above this height of which something is shown.
+  function lastAbove(eye) {
+    return excerpts.filter(known => known.getBoundingClientRect().top < eye).reverse()
+      .find(there);
+  }
+
+  // The switch: what can be chosen now, and what is.
+  function which() {
+    const box = $(".which", program);
+    if (!box) return;
+    box.hidden = !at && !shown.name;
+    for (const button of $$("button", box)) {
+      const move = button.dataset.which === "move";
+      if (move) button.textContent = "After " + (shown.name || at);
+      button.setAttribute("aria-pressed", move === Boolean(shown.name));
+    }
+  }
+
+  function choose(whole) {
+    if (held) follow();
+    only = whole;
+    const part = reading;
+    enter(section());
+    if (part) lightPart(part);
+  }
+  for (const button of $$("[data-which]", program))
+    button.addEventListener("click", () => choose(button.dataset.which === "finished"));
+
+  // Which lines of the finished program these of a move are; some may be gone.
+  function inFinished(name, lines) {
+    const move = moves.get(name);
+    if (!move) return lines;
+    if (!move.rows) build(move);
+    const found = [];
+    for (const [first, last] of ranges(lines))
+      for (const number of move.finished.slice(first - 1, last).filter(known => known))
+        if (found.at(-1)?.[1] === number - 1) found.at(-1)[1] = number;
+        else found.push([number, number]);
+    return found.map(range => range.join("-")).join(",");
+  }
+
+  // An excerpt's lines in what is shown.
+  function there(excerpt) {
+    const {move = "", lines} = excerpt.dataset;
+    return move === shown.name ? lines : shown.name ? "" : inFinished(move, lines);
+  }
+
+  // Shows that of which an element has lines, and returns these. With the switch at the
+  // finished program, what is left of them there; if nothing is, and the reader has asked
+  // for them, the switch goes back.
+  function bring(element, lines, asked) {
+    const name = element.dataset.move || "";
+    if (asked && only && !inFinished(name, lines)) only = false;
+    turn(only ? "" : name);
+    which();
+    return only ? inFinished(name, lines) : lines;
+  }
 
   const row = number => document.getElementById("L" + number);
   const ranges = text => text.split(",").map(range => range.split("-").map(Number));
@@ -196,7 +330,7 @@ function beside() {
     if (found) found.classList.add("found");
   }
 
-  // Keeps lines lit until they are released.
+  // Keeps lines of what is shown lit until they are released.
   function hold(element, lines, ...more) {
     held = element;
     for (const excerpt of excerpts) {
@@ -219,7 +353,8 @@ function beside() {
   // The address says it, too, so that it can be sent to somebody.
   function address(lines) {
     const [first, last] = ranges(lines)[0];
-    history.replaceState(null, "", `#L${first}` + (last > first ? `-L${last}` : ""));
+    history.replaceState(null, "", "#" + (shown.name && shown.name + "-") + `L${first}` +
+      (last > first ? `-L${last}` : ""));
   }
 
   const stillThere = () => carried && Math.abs(scrollY - carried.to) < 40;
@@ -232,10 +367,12 @@ function beside() {
     if (stillThere()) scrollTo(0, carried.from);
     carried = null;
     // Nothing is held when somebody comes back to this address.
-    if (/^#L\d/.test(location.hash))
+    if (/^#([\d.]+-)?L\d/.test(location.hash))
       history.replaceState(null, "", location.pathname + location.search);
     say("");
     light("");
+    turn(only ? "" : at);
+    which();
     read();
   }
 
@@ -244,11 +381,13 @@ function beside() {
   const bottom = () => wide.matches ? innerHeight : program.getBoundingClientRect().top;
   const middle = () => (64 + bottom()) / 2;
 
-  // The part of an excerpt that is nearest to the reader's eye.
+  // The part of an excerpt that is nearest to the reader's eye, in this section if that
+  // is about a move.
   function nearest() {
     const eye = middle();
     let best = null, least = Infinity;
     for (const candidate of parts) {
+      if ((candidate.excerpt.dataset.move || "") !== at) continue;
       const box = candidate.part.getBoundingClientRect();
       if (box.bottom < 60 || box.top > bottom() - 20) continue;
       const distance = Math.max(box.top - eye, eye - box.bottom, 0);
@@ -261,6 +400,8 @@ function beside() {
   function read() {
     if (held || arrived !== null && Math.abs(scrollY - arrived) < 40) return;
     arrived = null;
+    const here = section();
+    if (here !== at) enter(here);
     const best = nearest();
     if (!best && reading) {
       // Between two excerpts, the last one stays; but not for ever.
@@ -278,9 +419,10 @@ function beside() {
     reading = best;
     for (const excerpt of excerpts)
       excerpt.classList.toggle("reading", excerpt === best.excerpt);
-    const lines = best.excerpt.dataset.lines;
-    light(lines, best.part.dataset.lines);
-    say(words(lines).replace(/^l/, "L") + ", as you read");
+    const lines = bring(best.excerpt, best.excerpt.dataset.lines);
+    const near = best.part.dataset.lines;
+    light(lines, (only ? inFinished(best.excerpt.dataset.move, near) : near) || lines);
+    say(lines ? words(lines).replace(/^l/, "L") + ", as you read" : "Not in the finished program");
   }
 
   let waiting = false;
@@ -319,10 +461,9 @@ function beside() {
     if (link && link.dataset.lines) {
       event.preventDefault();
       open(excerpt || link, link.dataset.lines, excerpt);
-    } else if (link && link.getAttribute("href") === "#new") {
+    } else if (link && NEW.test(link.getAttribute("href"))) {
       event.preventDefault();
-      slide(true);
-      show("new");
+      whatIsNew(link.getAttribute("href"));
     } else if (link && link.getAttribute("href") === "#program") {
       slide(true);
     } else if (!link && excerpt) {
@@ -336,7 +477,7 @@ function beside() {
     slide(true);
     // The sheet may just have come over it.
     if (!wide.matches) element.scrollIntoView({block: "nearest"});
-    if (excerpt) hold(element, lines);
+    if (excerpt) hold(element, bring(excerpt, lines, true));
     else glance(element, lines);
   }
 
@@ -344,6 +485,7 @@ function beside() {
   function glance(element, lines) {
     if (held) follow();
     reading = nearest();
+    lines = bring(element, lines, true);
     unfold(lines);
     light(lines);
     say(`${words(lines).replace(/^l/, "L")}: ${element.textContent}`);
@@ -359,14 +501,15 @@ function beside() {
   // What the names in a line mean: links, if that is not this very line.
   function meanings(number) {
     const code = [...row(number).childNodes].slice(1).map(node => node.textContent).join("");
+    const names = shown.names;
     const links = [...new Set(code.match(/\w+/g) || [])].filter(word => names[word] &&
-      !ranges(names[word].replace(/^#L|L/g, "")).some(([first]) => first === number))
+      Number(names[word].match(/^#.*?L(\d+)/)?.[1]) !== number)
       .map(word => leave(make("a", {href: names[word], className: "name"}, word), "L" + number));
     return links.flatMap((link, at) => [at ? " " : " · see ", link]);
   }
 
   function explain(number, lines = `${number}-${number}`) {
-    const run = passages.find(([first, last]) => first <= number && number <= last);
+    const run = shown.passages.find(([first, last]) => first <= number && number <= last);
     const [, , kind, page, place] = run || [];
     const more = kind === "earlier"
       ? [" · explained in ", make("a", {href: page + "#" + place}, titles(page))]
@@ -407,10 +550,23 @@ function beside() {
   for (const button of $$("[data-view]", program))
     button.addEventListener("click", () => show(button.dataset.view));
 
-  // ---- The map ----
+  // Of the program, #new, or of a move, #5.3-new.
+  const NEW = /^#(?:(\d+\.\d+)-)?new$/;
 
-  const map = $(".map", program), view = $(".view", map);
-  const count = $$("[id^=L]", code).length;
+  function whatIsNew(href) {
+    slide(true);
+    if (moves.size) {
+      if (held) follow();
+      only = false;
+      turn(href.match(NEW)[1]);
+      which();
+      // That stays until the reader goes on.
+      arrived = scrollY;
+    }
+    show("new");
+  }
+
+  // ---- The map ----
 
   function firstVisible(from = 4) {
     const box = code.getBoundingClientRect();
@@ -458,11 +614,10 @@ function beside() {
     if (!element) {
       // As if one had read on until here. Before all excerpts, the first one comes next.
       const eye = place ? place.getBoundingClientRect().top : middle();
-      const last = excerpts.filter(known => known.getBoundingClientRect().top < eye).at(-1)
-        || place && excerpts[0];
+      const last = lastAbove(eye) || place && excerpts.find(there);
       if (!last || !place && reading) return;
       light("");
-      centre(...ranges(last.dataset.lines)[0]);
+      centre(...ranges(there(last))[0]);
       say("");
     } else if (element.matches(".excerpt")) {
       reading = null;
@@ -476,19 +631,27 @@ function beside() {
 
   function arrive() {
     const name = decodeURIComponent(location.hash.slice(1));
-    const lines = name.match(/^L(\d+)(?:-L(\d+))?$/);
+    const [, move, ...lines] = name.match(/^(?:(\d+\.\d+)-)?L(\d+)(?:-L(\d+))?$/) || [];
+    if (lines.length) {
+      only = false;
+      turn(move);
+      which();
+    }
     const place = name && document.getElementById(name);
-    if (lines && row(lines[1]) && row(lines[2] || lines[1])) {
+    if (lines.length && row(lines[0]) && row(lines[1] || lines[0])) {
       slide(true);
-      explain(Number(lines[1]), `${lines[1]}-${lines[2] || lines[1]}`);
-    } else if (name === "new" || name === "program") {
+      explain(Number(lines[0]), `${lines[0]}-${lines[1] || lines[0]}`);
+    } else if (NEW.test(location.hash)) {
+      whatIsNew(location.hash);
+    } else if (name === "program") {
       slide(true);
-      if (name === "new") show("new");
     } else if (/^(name|excerpt)-/.test(name)) {
       mark(place);
     }
     found?.scrollIntoView({block: "center"});
-    if (held || lines) return;
+    if (held || lines.length || moves.size && NEW.test(location.hash)) return;
+    const here = section();
+    if (here !== at) enter(here);
     const box = place && article.contains(place) && place.getBoundingClientRect();
     settle(box && box.top >= 0 && box.top < bottom() ? place : null);
   }
@@ -504,10 +667,11 @@ function beside() {
   // ---- What keys do here ----
 
   book.release = () => held || found ? follow() : null;
+  book.which = () => $(".which:not([hidden])", program) && choose(!only);
   book.view = () => folds.length && show(program.classList.contains("only-new") ? "all" : "new");
   book.hold = () => {
     if (held) follow();
-    else if (reading) hold(reading.excerpt, reading.excerpt.dataset.lines);
+    else if (reading) open(reading.excerpt, reading.excerpt.dataset.lines, reading.excerpt);
   };
   book.step = by => {
     const ahead = excerpts.filter(excerpt => {
@@ -529,6 +693,7 @@ const keys = {
   "?": () => actions.help(),
   t: () => actions.theme(),
   n: () => book.view?.(),
+  f: () => book.which?.(),
   h: () => book.hold?.(),
   j: () => book.step?.(1),
   k: () => book.step?.(-1),
@@ -564,7 +729,7 @@ const actions = {
         ["← →", "the chapter before, or where you came from; the next chapter"],
         ["j k", "the next excerpt, the one before"],
         ["h", "hold the lines of this excerpt, or let go"],
-        ["n", "all of the program, or only what is new"], ["/", "search"],
+        ["n", "only what is new, or all"], ["f", "the finished program"], ["/", "search"],
         ["t", "light or dark"], ["Esc", "close this, let go of lines"]])
         list.append(make("dt", {}, ...key.split(" ").flatMap(k => [make("kbd", {}, k), " "])),
                     make("dd", {}, text));

@@ -23,7 +23,7 @@ from pygments.lexers import BashLexer, get_lexer_for_filename
 from pygments.util import ClassNotFound
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
-sys.path += [f"{ROOT}/scripts/tests", f"{ROOT}/scripts/book"]
+sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves")]
 
 import chapters  # noqa: E402  (the path has to be known)
 import manual  # noqa: E402
@@ -95,6 +95,19 @@ class Book:
         """The program as a chapter has it, or None."""
         found = self.programs.get(page.program)
         return found and next(one for one in found.all if one.page.path == page.path)
+
+    def new_lines(self, number, page):
+        """How a page leads to what a program adds, of 5, or a move, of 5.3. None if the
+        book shows it nowhere."""
+        step, _, move = number.partition(".")
+        for name, found in self.programs.items():
+            tell = [one for one in found.all if chapters.number(name) == int(step) and (
+                not move or int(move) in [known.move for known in one.told])]
+            if tell:
+                here = page.path in [one.page.path for one in tell]
+                return ("" if here else tell[0].address) + (
+                    f"#{number}-new" if move else "#new")
+        return None
 
     def address(self, path):
         """The page for a file of the repository: a program is beside its chapter."""
@@ -230,8 +243,11 @@ class Chapter:
         self.sections = []  # of level 2: their #fragments and titles
         self.heading = ("", title_of(page))
         self.paragraphs = 0
+        self.move = None  # that of the section which is being read
         if self.program:
-            self.names = {found.name for found in self.program.naming.definitions}
+            self.names = {found.name for one in [self.program, *self.program.told]
+                          for found in one.naming.definitions}
+            self.finished_lines = {line.strip() for line in self.program.source}
         self.body = self.read()
 
     # ---- Links ----
@@ -253,15 +269,16 @@ class Chapter:
             name = ""
         return name + (fragment and f"#{fragment}")
 
-    def mention(self, text):
-        """What a piece of code in the text leads to: a definition in the program, or a
-        manual page. None if nothing."""
+    def mention(self, text, move=None):
+        """What a piece of code in the text leads to: a definition in the program, that
+        after the move whose section it is in first, or a manual page. None if nothing."""
         name = re.fullmatch(r"((?:\w+::)?~?\w+)(?:\(\))?", text)
-        if self.program and name:
-            found = self.program.targets.get(name[1])
+        for one in [move, None] if self.program and name else []:
+            found = self.program.at(one).targets.get(name[1])
             if found:
-                return f"#L{found.first + 1}", {
-                    "data-lines": f"{found.first + 1}-{found.last + 1}"}
+                return self.program.at(one).plain_place(found.first, found.last), {
+                    "data-lines": f"{found.first + 1}-{found.last + 1}",
+                    **({"data-move": self.program.at(one).name} if one else {})}
         known = re.fullmatch(r"man ([137]) (f\w+)|(fi_info) .*", text)
         if known:
             link = self.book.manual.link(known[2] or known[3], known[1] or "1")
@@ -270,13 +287,9 @@ class Chapter:
             link = known and self.book.manual.link(known[1])
         if link:
             return link, {"class": "man"}
-        number = re.fullmatch(r"make diff-(\d+)", text)
-        if number:
-            for name, found in self.book.programs.items():
-                if chapters.number(name) == int(number[1]):
-                    own = self.page.program == name
-                    return ("" if own else found.address) + "#new", {}
-        return None
+        number = re.fullmatch(r"make diff-(\d+(?:\.\d+)?)", text)
+        link = number and self.book.new_lines(number[1], self.page)
+        return (link, {}) if link else None
 
     # ---- Blocks ----
 
@@ -285,12 +298,13 @@ class Chapter:
         place = token.attrGet("id")
         if block.info == "mermaid":
             return self.figure("".join(f"{line}\n" for line in block.lines), place)
-        if block.info in chapters.CPP and self.program:
-            text, ranges = self.program.excerpt(block)
+        beside = self.program and self.program.at(self.page.move(block.line))
+        if block.info in chapters.CPP and beside:
+            text, ranges = beside.excerpt(block)
             if text:
                 return self.excerpt(block, text, ranges)
-        if block.info == "diff" and self.program:
-            ranges = [where for _, where in self.program.excerpts.get(block.line, [])]
+        if block.info == "diff" and beside:
+            ranges = [where for _, where in beside.excerpts.get(block.line, [])]
             rows = "".join(
                 f"<{tag}>{escape(line)}\n</{tag}>" if tag else escape(line) + "\n"
                 for line in block.lines
@@ -310,24 +324,28 @@ class Chapter:
                 "</pre>\n")
 
     def excerpt(self, block, text, ranges):
-        """An excerpt, with where it stands in the program."""
+        """An excerpt, with where it stands in the program, or in what this is after the
+        move."""
         if not ranges:
             return f'<pre class="{block.info}" tabindex="0"><code>{text}</code></pre>\n'
+        beside = self.program.at(self.page.move(block.line))
+        move = f' data-move="{beside.name}"' if beside.move else ""
         links = []
         for where in ranges:
             first, last = where[0] + 1, where[-1] + 1
-            links.append(f'<a href="#L{first}" data-lines="{first}-{last}">'
+            links.append(f'<a href="{beside.plain_place(where[0], where[-1])}" '
+                         f'data-lines="{first}-{last}">'
                          + (f"{first} to {last}" if last > first else f"{first}") + "</a>")
         said = ", ".join(links[:-1]) + " and " * (len(links) > 1) + links[-1]
         said = ("line " if len(ranges) == 1 and len(ranges[0]) == 1 else "lines ") + said
         # Lines from the middle of something say of what.
-        around = [found.name for found in self.program.naming.around(ranges[0][0])
+        around = [found.name for found in beside.naming.around(ranges[0][0])
                   if found.first < ranges[0][0] and found.kind == "function"]
         if around:
             said += f", in <code>{escape(around[-1])}</code>"
         lines = ",".join(f"{where[0] + 1}-{where[-1] + 1}" for where in ranges)
         return (f'<figure class="excerpt" id="{self.program.ids[block.line]}" '
-                f'data-lines="{lines}"><figcaption>{said}</figcaption>'
+                f'data-lines="{lines}"{move}><figcaption>{said}</figcaption>'
                 f'<pre class="{block.info}" tabindex="0"><code>{text}</code></pre>'
                 "</figure>\n")
 
@@ -431,6 +449,8 @@ class Chapter:
                 token.tag = tokens[at + 2].tag = "td"
             in_table += {"table_open": 1, "table_close": -1}.get(token.type, 0)
             if token.type == "heading_open":
+                if token.tag in ("h1", "h2"):
+                    self.move = self.page.move(token.map[0] + 1)
                 self.heading_open(token, tokens[at + 1])
             elif token.type == "fence":
                 self.paragraphs += 1
@@ -442,6 +462,7 @@ class Chapter:
                 if token.type == "table_open":
                     done.append(html_token(f'<div id="p{self.paragraphs}">'))
             if token.type == "inline":
+                self.set_move(token)
                 self.find_text(token)
                 waiting += [child.meta["id"] for child in token.children
                             if child.type == "footnote_ref" and not child.meta["subId"]]
@@ -459,10 +480,17 @@ class Chapter:
     def note(self, note, tokens):
         for token in tokens:
             if token.type == "inline":
+                self.set_move(token)
                 self.find_text(token, f"note-{note + 1}")
         return [html_token(f'<aside class="note" role="note" id="note-{note + 1}"><a class="number" '
                            f'href="#ref-{note + 1}" aria-label="Back to the text">'
                            f"{note + 1}</a>\n"), *tokens, html_token("</aside>\n")]
+
+    def set_move(self, token):
+        """Tells each name in a text in which move's section it is."""
+        for child in token.children:
+            if child.type == "code_inline":
+                child.meta["move"] = self.move
 
     def heading_open(self, token, inline):
         slug = next(self.slugs)
@@ -480,6 +508,11 @@ class Chapter:
         mark.content = (f' <a class="here" href="#{slug}" '
                         f'aria-label="Link to “{escape(plain(inline))}”">#</a>')
         inline.children.append(mark)
+        if token.tag == "h2" and self.move:
+            found = self.program.at(self.move)
+            token.attrSet("data-move", found.name)
+            mark.content = (f' <a class="adds" href="#{found.name}-new" '
+                            f'title="What this move adds">{counts(found)}</a>') + mark.content
 
     def find(self, text, place=None):
         """Puts a text into the index of the search."""
@@ -499,8 +532,13 @@ class Chapter:
         if block.info == "mermaid":
             source = "".join(f"{line}\n" for line in block.lines)
             self.find(html.unescape(re.sub("<[^>]*>", " ", figure_text(source))))
-        elif not (self.program and block.line in self.program.excerpts):
+        elif not (self.program and block.line in self.program.ids):
             self.find(" ".join(block.lines))
+        elif self.page.move(block.line):
+            only_here = [line for line in block.lines
+                         if line.lstrip("+- ") not in self.finished_lines]
+            if only_here:
+                self.find(" ".join(only_here), self.program.ids[block.line])
 
     def code(self, tokens, at):
         """Code within the text. The first mention of a name gets a place of its own, to
@@ -513,7 +551,7 @@ class Chapter:
                     self.program.mentioned.add(word)
                     place += f'<span id="name-{word}"></span>'
         code = f"<code>{escape(text)}</code>"
-        link = self.mention(text)
+        link = self.mention(text, tokens[at].meta.get("move"))
         if link and not in_link(tokens, at):
             attributes = "".join(f' {name}="{escape(value)}"'
                                  for name, value in link[1].items())
@@ -522,32 +560,51 @@ class Chapter:
 
     # ---- The program ----
 
-    def meaning(self, word):
+    def meaning(self, word, program):
         """Where a name in the program is explained: its definition there, or a manual
         page. None if nowhere."""
-        found = self.program.targets.get(word)
+        found = program.targets.get(word)
         if found:
-            return f"#L{found.first + 1}" + f"-L{found.last + 1}" * (found.last > found.first)
+            return program.place(found.first, found.last)
         return chapters.NAME.fullmatch(word) and self.book.manual.link(word)
+
+    def meanings(self, program):
+        names = {word: self.meaning(word, program) for word in program.words()}
+        return {word: where for word, where in names.items() if where}
+
+    def move_for_script(self, found):
+        """The program after a move."""
+        runs = found.passages()
+        return {"name": found.name, "size": f"{counts(found)} against {found.parent.name}",
+                "lines": found.lines_for_script(), "map": found.map(runs),
+                "passages": runs, "names": self.meanings(found)}
 
     def program_html(self):
         found = self.program
         runs = found.passages()
-        names = {word: self.meaning(word) for word in found.words()}
-        names = {word: where for word, where in names.items() if where}
+        names = self.meanings(found)
         name = f"{found.name}.cpp"
         views = said = ""
         legend = "<i class=shown></i>shown <i class=named></i>named in the chapter"
         if found.parent:
-            removed, added = found.step.size
             legend += " <i class=new></i>new"
-            said = (f'<span class="size"><b>+{added}</b> <s>−{removed}</s> against '
+            said = (f'<span class="size">{counts(found)} against '
                     f'<a href="{found.parent.address}#program">{found.parent.name}</a>'
                     "</span>")
             views = ('<span class="views" role="group" aria-label="What to show">'
                      '<button type="button" data-view="all" aria-pressed="true">All'
                      '</button><button type="button" data-view="new" '
                      'aria-pressed="false" title="Only what is new (n)">New</button></span>')
+        told = ""
+        if found.told:
+            views = ('<span class="views which" role="group" aria-label="Which program" hidden>'
+                     '<button type="button" data-which="move" aria-pressed="false"></button>'
+                     '<button type="button" data-which="finished" aria-pressed="true" '
+                     'title="The program at the end of the chapter (f)">Finished</button>'
+                     f"</span>{views}")
+            told = ('<script type="application/json" id="program-moves">'
+                    + to_json([self.move_for_script(one) for one in found.told])
+                    + "</script>\n")
         return f"""<section class="program" id="program" aria-label="The program {name}">
 <header><h2>{name}</h2>{said}{views}
 <div class="below"><p class="state"></p><p class="legend">{legend}</p></div></header>
@@ -555,10 +612,21 @@ class Chapter:
 <div class="code" tabindex="0" role="region" aria-label="{name}">{found.rows()}</div>
 <div class="map" title="The whole program: shown or named in the chapter; new">{found.map(runs)}<div class="view"></div></div>
 </div>
-<script type="application/json" id="passages">{json.dumps(runs, separators=(",", ":"))}</script>
-<script type="application/json" id="names">{json.dumps(names, separators=(",", ":"))}</script>
-</section>
+<script type="application/json" id="passages">{to_json(runs)}</script>
+<script type="application/json" id="names">{to_json(names)}</script>
+{told}</section>
 """
+
+
+def to_json(what):
+    """For a page: nothing in it ends the script."""
+    return json.dumps(what, ensure_ascii=False, separators=(",", ":")).replace("</", "<\\/")
+
+
+def counts(program):
+    """How many lines it adds and removes."""
+    removed, added = program.step.size
+    return f"<b>+{added}</b> <s>−{removed}</s>"
 
 
 def html_token(text):

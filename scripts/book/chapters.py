@@ -12,7 +12,8 @@ import subprocess
 import time
 import urllib.parse
 
-from repository import make, number, numbered, parent, patched, programs
+import moves
+from repository import build_moves, make, number, numbered, parent, patched, programs
 
 # ---- Pages ----
 
@@ -21,6 +22,9 @@ CODE_SPAN = re.compile(r"(`+)(?!`)((?!\n\s*\n).)+?(?<!`)\1(?!`)", re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 LINKED = re.compile(r"\]\(\.\./(src/\w+\.cpp)\)")
 OWN_PATCH = re.compile(r"(?m)^git apply (scripts/own/(\w+)\.patch)\b")
+HEADING = re.compile(r"(?m)^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$")
+# The heading of a move, `## 5.3 Take, and answer`, without its marks.
+MOVE = re.compile(r"(\d+)\.(\d+) \S")
 
 
 class Block:
@@ -108,6 +112,44 @@ class Page:
         return self.ancestors[0] if self.ancestors else None
 
     @functools.cached_property
+    def states(self):
+        """The lines of its program's parent, and of the program after each of its moves.
+        Empty if it has no moves."""
+        if self.program not in moves.steps(self.root):
+            return []
+        return [to_lines(text) for text in moves.states(self.program, self.root)]
+
+    @functools.cached_property
+    def sections(self):
+        """Where the sections of level 2 begin, and the number of the move that each is
+        about; None for others."""
+        found = []
+        for heading in HEADING.finditer(self.prose):
+            move = MOVE.match(heading[2])
+            known = (heading[1] == "##" and move and int(move[1]) == self.number
+                     and 0 < int(move[2]) < len(self.states))
+            if len(heading[1]) <= 2:
+                found.append((line_at(self.prose, heading.start()),
+                              int(move[2]) if known else None))
+        return found
+
+    def move(self, line):
+        """The move in whose section this line is, or None. Excerpts there are of the
+        program after that move, all others of the finished one."""
+        above = [move for at, move in self.sections if at <= line]
+        return above[-1] if above else None
+
+    def source(self, line, before=False):
+        """The name and the lines of that of which an excerpt in this line is; of that from
+        which a diff there starts, with `before`."""
+        at = (self.move(line) or 0) - before
+        if at > 0:
+            return f"move {self.number}.{at}", self.states[at]
+        path = self.own(line) or f"src/{self.before if before else self.program}.cpp"
+        return path, to_lines(patched(path, self.root) if path.endswith(".patch")
+                              else read(f"{self.root}/{path}"))
+
+    @functools.cached_property
     def companions(self):
         """The chapters about its program in their order, with itself."""
         pages = [self if self.path == f"chapters/{name}.md" else
@@ -127,6 +169,10 @@ class Page:
 def read(path):
     with open(path, encoding="utf-8") as file:
         return file.read()
+
+
+def to_lines(text):
+    return [line.rstrip() for line in text.split("\n")]
 
 
 # In the order in which they are read. Others follow.
@@ -269,31 +315,39 @@ def find(part, lines, start):
     return -1
 
 
-def check_parts(page, parts, program, own=None):
-    """The parts stand in the program, or in what a patch of one's own makes, each in
-    one piece, and in this order. Each is a list of (number of the line in the page,
-    line)."""
-    path = own or f"src/{program}.cpp"
+def without_blanks(line):
+    return "".join(line.split())
+
+
+def check_parts(page, block, parts, before=False):
+    """The parts stand in the block's source, each in one piece, and in this order. Each is
+    a list of (number of the line in the page, line)."""
     try:
-        text = (patched(own, page.root) if path.endswith(".patch")
-                else read(f"{page.root}/{path}"))
-        source = [line.rstrip() for line in text.split("\n")]
-    except FileNotFoundError:
+        path, source = page.source(block.line, before)
+    except FileNotFoundError as error:
+        path = os.path.relpath(error.filename, page.root)
         return [f"{page.path}: there is no {path}"]
+    # As in `make diff-5.3`, what stays has the blanks that it has afterwards.
+    flat = without_blanks if before and page.move(block.line) else str
+    source = [flat(line) for line in source]
     start = 0
     for part in parts:
-        lines = [line for _, line in part]
+        lines = [flat(line) for _, line in part]
         at = find(lines, source, start)
         if at < 0:
             # Where most of it stands.
             most = max(agreement(lines, source, at)
                        for at in range(start, len(source) + 1))
             where = f"not in {path}"
+            having = [move for move, state in enumerate(page.states)
+                      if find(lines, [flat(line) for line in state], 0) >= 0]
             if find(lines, source, 0) >= 0:
                 most, where = 0, f"stands before what is shown above it in {path}"
+            elif having:
+                most, where = 0, f"{where}, but in move {page.number}.{having[-1]}"
             elif most:
                 where += " after the line above it"
-            return [page.message(part[most][0], f'{where}: "{lines[most]}"')]
+            return [page.message(part[most][0], f'{where}: "{part[most][1]}"')]
         start = at + len(lines)
     return []
 
@@ -312,7 +366,7 @@ def check_excerpts(page):
             continue
         parts = [list(enumerate(part, block.line + index)) for index, part
                  in split(block.lines, is_gap) if part]
-        messages += check_parts(page, parts, page.program, own)
+        messages += check_parts(page, block, parts)
         if not parts:
             messages.append(page.message(block.line, "an excerpt of nothing"))
         messages += [page.message(part[0][0], f"{len(part)} lines in one piece")
@@ -321,7 +375,8 @@ def check_excerpts(page):
 
 
 def check_diffs(page):
-    """A diff leads from the parent of the chapter's program to that program."""
+    """A diff leads from the parent of the chapter's program to that program, in the
+    section of a move from the program before it to that after it."""
     messages = []
     for block in page.blocks if page.before else []:
         if block.info == "diff":
@@ -342,8 +397,57 @@ def check_diff(page, block):
         after.append([(at, line) for at, mark, line in lines if mark != "-"])
     if before == after:
         return [page.message(block.line, "a diff that changes nothing")]
-    return (check_parts(page, [part for part in before if part], page.before)
-            + check_parts(page, [part for part in after if part], page.program))
+    return (check_parts(page, block, [part for part in before if part], before=True)
+            + check_parts(page, block, [part for part in after if part]))
+
+
+# ---- Moves ----
+
+# A row of a chapter's table of moves: | 5.3 answer | +82 −44 | ... |
+MOVE_ROW = re.compile(r"(?m)^\| *\[?`?(\d+)\.(\d+)\b.*")
+COUNTS = re.compile(r"\+(\d+) [−-](\d+)")
+
+
+def check_moves(page):
+    """Each move of a program has a section in its chapters, in their order, and tables of
+    moves have the right numbers. There are no others."""
+    if page.program not in programs(page.root):
+        return []
+    messages, rows = [], []
+    for heading in HEADING.finditer(page.prose):
+        line = line_at(page.prose, heading.start())
+        if not re.match(r"\d+\.\d+\b", heading[2]):
+            continue
+        if heading[1] != "##" or not MOVE.match(heading[2]):
+            messages.append(page.message(
+                line, f"a move's heading is `## {page.number}.1 Its title`"))
+        elif dict(page.sections)[line] is None:
+            messages.append(page.message(
+                line, f"{page.program} has no move {heading[2].split()[0]}"))
+    for row in MOVE_ROW.finditer(page.prose) if page.states else []:
+        number_, move = int(row[1]), int(row[2])
+        if number_ != page.number:
+            continue
+        line = line_at(page.prose, row.start())
+        if not 0 < move < len(page.states):
+            messages.append(page.message(line, f"{page.program} has no move {row[1]}.{move}"))
+            continue
+        rows.append(move)
+        said = COUNTS.search(row[0])
+        added, removed = moves.counts(page.program, move, page.root)
+        if said and said.groups() != (str(added), str(removed)):
+            messages.append(page.message(line, f"move {row[1]}.{move} is +{added} −{removed}"))
+    if not page.is_main:
+        return messages
+    told = [move for one in page.companions for _, move in one.sections if move]
+    wanted = [*range(1, len(page.states))]
+    for what, found in ("section", told), ("row in its table", rows or wanted):
+        messages += [f"{page.path}: no {what} is about move {page.number}.{move}"
+                     for move in wanted if move not in found]
+    if told != sorted(set(told)):
+        messages.append(f"{page.path}: the order of its sections is "
+                        + ", ".join(f"{page.number}.{move}" for move in told))
+    return messages
 
 
 # ---- Names ----
@@ -353,7 +457,10 @@ NAME = re.compile(
 
 
 def names_in(root, program):
+    """In the program, and in what its moves lead through."""
     source = read(f"{root}/src/{program}.cpp")
+    if program in moves.steps(root):
+        source = "\n".join([source, *moves.states(program, root)[1:]])
     return set(NAME.findall(re.sub(r"(?m)^\s*#\s*include.*", "", source)))
 
 
@@ -380,7 +487,6 @@ DEFINITION = re.compile(r"(?m)^ {0,3}\[([^\]^][^\]]*)\]:\s*" + TARGET)
 REFERENCE = re.compile(r"\[([^\[\]]+)\]\[([^\[\]]*)\]")
 ATTRIBUTE = re.compile(r"""<[^>]*\b(?:href|src)=["']([^"']*)["']""")
 AUTOLINK = re.compile(r"<(https?:[^>]*)>")
-HEADING = re.compile(r"(?m)^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$")
 
 
 def without_targets(prose):
@@ -604,6 +710,12 @@ def is_target(target):
     return True
 
 
+def known_moves(root):
+    """As make knows them: 5.3."""
+    return [f"{number(step)}.{move}" for step in moves.steps(root)
+            for move in range(1, len(moves.patches(step, root)) + 1)]
+
+
 def check_targets(page):
     """What a page has the reader make can be made."""
     commands = [(block.line + index, line) for block in page.blocks
@@ -614,7 +726,9 @@ def check_targets(page):
     own = re.findall(r"(?m)^(?:cp src/\w+\.cpp |.* > )src/(\w+)\.cpp$",
                      "\n".join(command for _, command in commands))
     own += [name for _, name in OWN_PATCH.findall(page.text)]
-    own += [f"build/cuda/{name}" for name in own]
+    own += [f"my_{step}" for step in re.findall(r"\bmake type-(\d+)\.\d", page.text)]
+    own += [f"{prefix}{name}" for prefix in ("build/cuda/", "watch-") for name in own]
+    known = [str(number(name)) for name in programs(page.root)] + known_moves(page.root)
     messages = []
     for line, command in commands:
         if not MAKE.match(command):
@@ -625,9 +739,9 @@ def check_targets(page):
                 break
             if "=" in target or target.startswith("-") or target in own:
                 continue
-            of = re.fullmatch(r"(?:diff|exercise)-(.*)", target)
-            numbers = [str(number(name)) for name in programs(page.root)]
-            if not is_target(target) or (of and of[1] not in numbers):
+            of = (re.fullmatch(r"(?:diff|exercise)-(.*)", target)
+                  or re.fullmatch(r"(?:\w+-)?(\d+\.\d+)", target))
+            if not is_target(target) or (of and of[1] not in known):
                 messages.append(page.message(line, f"make has no {target}"))
     return messages
 
@@ -638,11 +752,12 @@ def check_targets(page):
 ADDRESS = re.compile(r"\b[0-9a-f]{16,}\b")
 # The server of 9_file may be told where to save files.
 SERVER = re.compile(
-    r"(?:\((cd \S+ && ))?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w+(?: received)?)"
+    r"(?:\((cd \S+ && ))?((?:\w+=\S+ +)*)((?:\./build|\.\.)/\w[\w.]*(?: received)?)"
     r"\)?(\s+#.*)?")
 PROGRESS = re.compile(r"WRITE: \d+%, (\d+)/(\d+)")
 # Its server takes one message and ends.
-ENDS_BY_ITSELF = re.compile(r"/2_first\b")
+ENDS_BY_ITSELF = re.compile(r"/(2_first|4\.[123])\b")
+MOVE_PROGRAM = re.compile(r"\bbuild/(\d+\.\d+)(?![\w.])")
 # Seconds for a command.
 LIMIT = 60
 
@@ -740,6 +855,15 @@ class Rerun:
         self.server = None
         self.messages = []
         self.status = 0
+        # The moves that it runs are built as quickly as for their own tests.
+        typed = "\n".join(command or "" for _, command, _ in transcripts(page))
+        self.moves = {*MOVE_PROGRAM.findall(typed)} & {*known_moves(page.root)}
+        self.folder = build_moves(sorted(self.moves)) if self.moves else None
+
+    def here(self, command):
+        """The command, with moves where they have been built."""
+        return MOVE_PROGRAM.sub(lambda found: f"{self.folder}/{found[1]}"
+                                if found[1] in self.moves else found[0], command)
 
     def all(self):
         for line, command, output in transcripts(self.page):
@@ -767,7 +891,8 @@ class Rerun:
         self.messages.append(self.page.message(line, text))
 
     def compare(self, line, command, expected, printed):
-        expected, printed = normalised(expected), normalised(printed)
+        expected = normalised(expected)
+        printed = normalised(line.replace(f"{self.folder}/", "build/") for line in printed)
         if not matches(expected, printed):
             diff = difflib.unified_diff(
                 expected, printed, f"{self.page.path}:{line}",
@@ -784,7 +909,7 @@ class Rerun:
             typed = ADDRESS.sub(self.address, command)
         # timeout makes a process group of all that the command starts.
         process = self.run(["timeout", "-k", "5", str(LIMIT), "bash", "-c",
-                            typed])
+                            self.here(typed)])
         process.popen.wait(LIMIT + 30)
         try:
             os.killpg(process.popen.pid, signal.SIGKILL)
@@ -799,6 +924,7 @@ class Rerun:
     def start_server(self, line, command, output):
         self.end_server()
         cd, settings, path, _ = SERVER.fullmatch(command).groups()
+        path = self.here(path)
         env = dict(setting.split("=", 1) for setting in shlex.split(settings))
         # exec, so that the process that we end is the server.
         process = self.run(["bash", "-c", f"{cd}exec {path}"] if cd else path.split(),
@@ -845,7 +971,8 @@ class Rerun:
         except subprocess.TimeoutExpired:
             self.tell(self.line, f"`{self.shown}` does not end: {how}")
             return
-        if status != 0:
+        # The first moves catch no signals.
+        if status != 0 and not (status == -signum and MOVE_PROGRAM.search(self.shown)):
             self.tell(self.line, f"`{self.shown}` exits with {status}")
         self.compare(self.line, self.shown, output, process.output.splitlines())
 

@@ -5,7 +5,6 @@ import re
 import typing
 
 import chapters
-from lines import shown_lines
 
 
 class Definition(typing.NamedTuple):
@@ -58,16 +57,16 @@ def is_common(definition):
 
 
 class Naming:
-    """Which of a chapter's words name what a line of its program belongs to."""
+    """Which of a chapter's words name what a line of its program belongs to, and which
+    are in the lines that it shows."""
 
-    def __init__(self, page, source):
+    def __init__(self, page, source, shown):
         self.definitions = list(definitions(source))
-        self.shown = shown_lines(page, source)
         words = re.compile(r"~?\w+")
         self.named = set(words.findall(" ".join(
             match[0] for match in chapters.CODE_SPAN.finditer(page.prose))))
         # A constant or a field that is used where the chapter shows it needs no more.
-        self.used = set(words.findall("\n".join(source[n] for n in self.shown)))
+        self.used = set(words.findall("\n".join(source[n] for n in shown)))
 
     def around(self, number):
         """The definitions that a line belongs to, the innermost last."""

@@ -1,5 +1,6 @@
 """A program as the book shows it: highlighted, with what is new in it, and with the
-passage of a chapter that explains each line."""
+passage of a chapter that explains each line. The same for what it is after each of its
+moves."""
 
 import functools
 import html
@@ -89,37 +90,94 @@ def read_diff(text, before, after):
                 (sum(map(len, removed.values())), len(new)))
 
 
-class Program:
-    """The program of a chapter, which is a chapters.Page."""
+def move_step(before, after):
+    """What a move changes. Lines that are only indented anew stay."""
+    same = lines.kept(before, after)
+    removed, stayed = {}, {old: now for now, old in same.items()}
+    now = 0
+    for old in range(len(before)):
+        if old in stayed:
+            now = stayed[old] + 1
+        else:
+            removed.setdefault(now, []).append(old)
+    new = set(range(len(after))) - set(same)
+    return Step(new, removed, same, (len(before) - len(same), len(new)))
 
-    def __init__(self, page, parent=None, main=None):
+
+class Program:
+    """The program of a chapter, which is a chapters.Page; or what it is after a move, if
+    the finished one is given."""
+
+    def __init__(self, page, parent=None, main=None, finished=None, move=None):
         self.page = page
         self.address = posixpath.basename(page.path).removesuffix(".md") + ".html"
-        self.name = page.program
+        self.finished, self.move = finished or self, move
+        self.name = f"{page.number}.{move}" if move else page.program
         self.parent = parent  # the Program that this one is based on
         # The same one as other chapters have it, the main chapter first.
         self.all = main.all if main else []
         self.all.append(self)
-        self.source = lines.source_lines(page.root, self.name)[:-1]
-        self.html = highlight("\n".join(self.source) + "\n")
-        assert len(self.html) == len(self.source), self.name
-        self.naming = naming.Naming(page, self.source)
+        if not finished:
+            self.states = main.states if main else lines.states(page)
+            self.origins = main.origins if main else lines.origins(self.states)
+        at = move or -1
+        self.source = self.finished.states[at][:-1]
+        self.lives = self.finished.origins[at][:-1]
         self.excerpts = {}  # the line of a block in the chapter: its parts
         for block in page.blocks:
             parts = lines.shown_parts(block, self.source)
-            if parts:
+            if parts and page.move(block.line) == move:
                 self.excerpts[block.line] = parts
-        self.ids = {line: f"excerpt-{n}" for n, line in enumerate(self.excerpts, 1)}
-        self.step = Step(set(), {}, {})
-        if parent:
-            done = subprocess.run(
-                ["scripts/diff.sh", self.name, self.name],
-                cwd=page.root, check=True, text=True, capture_output=True)
-            self.step = read_diff(done.stdout, parent.source, self.source)
-        self.targets = self._targets()
-        self.mentioned = set()  # the names that have a passage; set by the chapter
+        # The names that have a passage; set by the chapter.
+        self.mentioned = finished.mentioned if finished else set()
+        if finished:
+            return
+        self.moves = []
+        for number in range(1, len(page.states)):
+            self.moves.append(Program(
+                page, self.moves[-1] if self.moves else parent,
+                main.moves[number - 1] if main else None, self, number))
+        self.ids = {line: f"excerpt-{n}" for n, line in enumerate(sorted(
+            line for one in [self, *self.moves] for line in one.excerpts), 1)}
 
-    def _targets(self):
+    @functools.cached_property
+    def html(self):
+        done = highlight("\n".join(self.source) + "\n")
+        assert len(done) == len(self.source), self.name
+        return done
+
+    @functools.cached_property
+    def step(self):
+        if not self.parent:
+            return Step(set(), {}, {})
+        if self.move:
+            return move_step(self.parent.source, self.source)
+        done = subprocess.run(
+            ["scripts/diff.sh", self.name, self.name],
+            cwd=self.page.root, check=True, text=True, capture_output=True)
+        return read_diff(done.stdout, self.parent.source, self.source)
+
+    @functools.cached_property
+    def places(self):
+        """What the chapter shows of it: the name of each excerpt, and the numbers of its
+        lines. Other moves' excerpts show what has stayed until this one, or stays after
+        it; they come last."""
+        where = {line: at for at, line in enumerate(self.lives)}
+        found = []
+        for one in [self.finished, *self.finished.moves]:
+            for line, parts in one.excerpts.items():
+                numbers = {where.get(one.lives[at]) for _, part in parts for at in part}
+                found.append((one is not self, line, numbers - {None}))
+        return [(self.finished.ids[line], numbers) for _, line, numbers in sorted(
+            found, key=lambda place: place[:2])]
+
+    @functools.cached_property
+    def naming(self):
+        return naming.Naming(self.page, self.source,
+                             set().union(*(numbers for _, numbers in self.places)))
+
+    @functools.cached_property
+    def targets(self):
         """Where a name in the text leads to: its definition, a new one first."""
         found = {}
         for definition in self.naming.definitions:
@@ -140,6 +198,28 @@ class Program:
                     range(d.first, d.last + 1)), d.first))
         return targets
 
+    @property
+    def told(self):
+        """Itself after the moves that the chapter tells."""
+        those = {move for _, move in self.page.sections}
+        return [one for one in self.moves if one.move in those]
+
+    def at(self, move):
+        """Itself after a move, or, without one, finished."""
+        return self.moves[move - 1] if move else self
+
+    def place(self, first, last):
+        """The address of its lines from one number to another, which begin at 0."""
+        return (f"#{self.name}-" if self.move else "#") + f"L{first + 1}" + (
+            f"-L{last + 1}" if last > first else "")
+
+    def plain_place(self, first, last):
+        """Without the page's script, only the finished program is there: the first of these
+        lines that it has."""
+        where = {line: at for at, line in enumerate(self.finished.lives)}
+        left = [where[line] for line in self.lives[first:last + 1] if line in where]
+        return f"#L{left[0] + 1}" if left else "#program"
+
     def words(self):
         """All words in it: its names, and others that mean nothing."""
         return sorted(set(re.findall(r"\w+", "\n".join(self.source))))
@@ -148,17 +228,16 @@ class Program:
     def passage(self, number):
         """What explains a line: shown or named, the chapter's page (empty for this
         one), and the place in it. None if nothing does."""
-        for line, parts in self.excerpts.items():
-            if any(number in where for _, where in parts):
-                return "shown", "", self.ids[line]
+        for place, numbers in self.places:
+            if number in numbers:
+                return "shown", "", place
         word = self.naming.word(number)
         if word in self.mentioned:
             return "named", "", f"name-{word}"
         if word:
-            for line, parts in self.excerpts.items():
-                if any(re.search(rf"\b{word}\b", self.source[n])
-                       for _, where in parts for n in where):
-                    return "named", "", self.ids[line]
+            for place, numbers in self.places:
+                if any(re.search(rf"\b{word}\b", self.source[n]) for n in numbers):
+                    return "named", "", place
         return None
 
     def inherited(self, number):
@@ -169,7 +248,9 @@ class Program:
             for other in program.all:
                 found = other is not self and other.passage(number)
                 if found:
-                    return "earlier", other.address, found[2]
+                    # An earlier move may have it in this very chapter.
+                    return found if other.address == self.address else (
+                        "earlier", other.address, found[2])
             if not program.parent or number not in program.step.before:
                 return None
             number, program = program.step.before[number], program.parent
@@ -189,38 +270,58 @@ class Program:
 
     # ---- HTML ----
 
-    def rows(self):
-        """All lines. What has not changed is in groups that can be folded."""
-        done, group = [], []
+    def groups(self):
+        """All lines, in groups: those as in the program before, with a text that can stand
+        for them; new ones; and, with the numbers that they had, those that are gone."""
+        found = []
 
-        def fold():
-            if not group:
-                return
-            first, last = group[0], group[-1]
-            count = last - first + 1
-            text = f"{count} line{'s' * (count > 1)} as in {self.parent.name}"
-            following = self.naming.around(min(last + 1, len(self.source) - 1))
-            if following and following[0].first <= last:
-                text += f" · then, in <i>{following[0].name}</i>"
-            done.append(f"<details class=old open><summary>{text}</summary>")
-            done.extend(self.row(number) for number in group)
-            done.append("</details>")
-            group.clear()
+        def put(kind, number):
+            if not found or found[-1][0] != kind:
+                found.append((kind, []))
+            found[-1][1].append(number)
 
         for number in range(len(self.source) + 1):
-            gone = self.step.removed.get(number, [])
-            if gone:
-                fold()
-                done.extend(f"<del>{self.parent.html[old]}</del>" for old in gone)
-            if number == len(self.source):
-                break
-            if self.parent and number not in self.step.new:
-                group.append(number)
+            for old in self.step.removed.get(number, []):
+                put("gone", old)
+            if number < len(self.source):
+                put("old" if self.parent and number not in self.step.new else "new", number)
+        return [(self.summary(numbers) if kind == "old" else kind, numbers)
+                for kind, numbers in found]
+
+    def summary(self, numbers):
+        last, count = numbers[-1], len(numbers)
+        text = f"{count} line{'s' * (count > 1)} as in {self.parent.name}"
+        following = self.naming.around(min(last + 1, len(self.source) - 1))
+        if following and following[0].first <= last:
+            text += f" · then, in <i>{following[0].name}</i>"
+        return text
+
+    def rows(self):
+        """All lines. What has not changed is in groups that can be folded."""
+        done = []
+        for kind, numbers in self.groups():
+            if kind == "gone":
+                done += [f"<del>{self.parent.html[old]}</del>" for old in numbers]
+            elif kind == "new":
+                done += [self.row(number) for number in numbers]
             else:
-                fold()
-                done.append(self.row(number))
-        fold()
+                done += [f"<details class=old open><summary>{kind}</summary>",
+                         *(self.row(number) for number in numbers), "</details>"]
         return "".join(done)
+
+    def lines_for_script(self):
+        """The groups, after a move. A line is what it is in the finished program, as its
+        number there, or its HTML; or both, if it is only indented differently there."""
+        where = {line: at for at, line in enumerate(self.finished.lives)}
+
+        def line(number):
+            at, code = where.get(self.lives[number]), self.html[number]
+            if at is None:
+                return code
+            return at + 1 if code == self.finished.html[at] else [at + 1, code]
+
+        return [[kind, *([self.parent.html[old] for old in numbers] if kind == "gone"
+                         else map(line, numbers))] for kind, numbers in self.groups()]
 
     def row(self, number):
         new = " class=new" if number in self.step.new else ""

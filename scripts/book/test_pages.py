@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import threading
 import time
 
@@ -18,6 +19,10 @@ from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.support.wait import WebDriverWait
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
+sys.path.append(f"{ROOT}/scripts/moves")
+
+import moves  # noqa: E402  (the path has to be known)
+
 BOOK = f"{ROOT}/build/book"
 AXE = f"{ROOT}/build/axe/node_modules/axe-core/axe.min.js"
 PAGES = sorted(os.path.relpath(f"{folder}/{name}", BOOK)
@@ -37,6 +42,8 @@ def pages_with(text):
 
 # The chapters with a program beside them, and those of which it is a step.
 PROGRAMS, STEPS = pages_with('id="program"'), pages_with("data-view")
+# Those that are told along moves.
+MOVES = pages_with('id="program-moves"')
 EXCERPTS = [page for page in pages_with('class="excerpt"') if page in PROGRAMS]
 SIZES = {"phone": (360, 740), "tablet": (800, 1000), "half": (1000, 900), "wide": (1400, 900)}
 
@@ -248,6 +255,130 @@ def test_scrolling_lights_the_lines(browser, page):
                                              : inside.length > 0""")
 
 
+# What is beside the chapter: its title, its lines, and those that are new.
+BESIDE = """(() => {
+    const rows = [...document.querySelectorAll(".code [id^=L]")];
+    const code = row => row.textContent.replace(/^\\d+/, "");
+    return [document.querySelector(".program h2").textContent, rows.map(code).join(""),
+            rows.filter(row => row.matches(".new")).length];
+  })()"""
+
+
+def go_to_move(browser, name):
+    browser.script("document.querySelector(`h2[data-move='${arguments[0]}']`)"
+                   ".scrollIntoView({block: 'start'})", name)
+    browser.until("document.querySelector('.program h2').textContent.startsWith("
+                  "`After ${arguments[0]}: `)", name)
+
+
+@pytest.mark.parametrize("size", ["wide", "phone"])
+@pytest.mark.parametrize("page", MOVES)
+def test_the_program_changes_with_the_move(browser, page, size):
+    """In each section it is what it is after that move, with its new lines; around them
+    it is the finished one."""
+    browser.size(size)
+    browser.open(page)
+    if size == "phone":
+        browser.click(".handle")
+    finished = browser.script(f"return {BESIDE}")
+    step = finished[0].removesuffix(".cpp")
+    states = moves.states(step)
+    assert finished[1] == states[-1]
+    told = [heading.get_attribute("data-move") for heading in browser.all("h2[data-move]")]
+    for name in [*told, *told[::-2]]:
+        k = int(name.split(".")[1])
+        go_to_move(browser, name)
+        added, removed = moves.counts(step, k)
+        assert browser.script(f"return {BESIDE}") == [
+            f"After {name}: {step}.cpp", states[k], added]
+        assert browser.script("return document.querySelectorAll('.code del').length") == removed
+        assert f"+{added} −{removed}" in browser.find(f"h2[data-move='{name}']").text
+        assert browser.script(f"return {IN_SIGHT}(document.querySelector('.which'))")
+    browser.script("scrollTo(0, document.body.scrollHeight)")
+    browser.until(f"JSON.stringify({BESIDE}) === JSON.stringify(arguments[0])", finished)
+    assert not browser.find(".which").is_displayed()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("page", MOVES[:1])
+def test_accessible_at_a_move(browser, page, scheme):
+    browser.media(prefers_color_scheme=scheme)
+    for size in "wide", "phone":
+        browser.size(size)
+        browser.open(page)
+        browser.script("document.querySelector('.program').classList.contains('open') ||"
+                       " document.querySelector('.handle').click()")
+        go_to_move(browser, browser.find("h2[data-move]").get_attribute("data-move"))
+        with open(AXE, encoding="utf-8") as file:
+            browser.script(file.read())
+        check(browser)
+
+
+@pytest.mark.parametrize("page", MOVES)
+def test_the_finished_program(browser, page):
+    """The switch shows it instead, with what is left of the lines that are read; and
+    back."""
+    browser.open(page)
+    finished = browser.script(f"return {BESIDE}")
+    name = browser.find("h2[data-move]").get_attribute("data-move")
+    go_to_move(browser, name)
+    browser.press("j")
+    browser.until("document.querySelector('.excerpt.reading')")
+    texts = "return [...document.querySelectorAll('.code .lit')].map(row => row.innerText.trim())"
+    assert browser.script(texts)
+    browser.click("[data-which=finished]")
+    assert browser.script(f"return {BESIDE}") == finished
+    shown = moves.states(finished[0].removesuffix(".cpp"))[int(name.split(".")[1])]
+    left = [re.sub(r"^\d+|\s", "", line) for line in browser.script(texts)]
+    assert all(line in re.sub(r"\s", "", shown) for line in left)
+    # It stays so in the next section.
+    browser.script("document.querySelectorAll('h2[data-move]')[1].scrollIntoView()")
+    time.sleep(0.3)
+    assert browser.script(f"return {BESIDE}") == finished
+    browser.press("f")
+    assert browser.script(f"return {BESIDE}")[0] != finished[0]
+    # Whoever asks for lines that it hasn't got sees them in their program.
+    for gone in browser.script("""
+            return [...document.querySelectorAll(".excerpt[data-move]")].map(e => e.id)"""):
+        browser.press("f")
+        browser.click(f"#{gone} figcaption a")
+        assert browser.lit()
+        if browser.script(f"return {BESIDE}")[0] != finished[0]:
+            break
+        browser.press(Keys.ESCAPE)
+        browser.press("f")
+
+
+@pytest.mark.parametrize("page", MOVES)
+def test_lines_of_a_move(browser, page):
+    """They are held after their move, have an address there, and lead back; New shows what
+    the move adds; the finished program keeps its own addresses."""
+    browser.open(page)
+    excerpt = browser.find(".excerpt[data-move]")
+    name, where = (excerpt.get_attribute(f"data-{what}") for what in ("move", "lines"))
+    browser.script("arguments[0].querySelector('figcaption a').click()", excerpt)
+    address = browser.script("return location.hash")
+    assert address.startswith(f"#{name}-L") and "Held" in browser.find(".state").text
+    first = address.split("L")[1].rstrip("-")
+    browser.script("scrollTo(0, 0)")
+    time.sleep(0.3)
+    assert browser.script(f"return {BESIDE}")[0].startswith(f"After {name}: ")
+    browser.press(Keys.ESCAPE)
+    browser.until(f"!{BESIDE}[0].includes('After')")
+    browser.open(page + address)
+    browser.until("document.querySelector('.found')")
+    assert browser.script(f"return {BESIDE}")[0].startswith(f"After {name}: ")
+    assert browser.lit()[0] == int(first) and set(browser.lit()) <= set(numbers(where))
+    browser.open(f"{page}#{name}-new")
+    browser.until("document.querySelector('.only-new')")
+    assert browser.script("""
+        return [...document.querySelectorAll(".code [id^=L]")].every(row =>
+          row.checkVisibility() === row.matches(".new"))""")
+    browser.open(page + "#L20")
+    browser.until("document.querySelector('.lit')")
+    assert "After" not in browser.script(f"return {BESIDE}")[0] and browser.lit() == [20]
+
+
 def test_without_animation(browser):
     """Many jumps go backwards."""
     browser.open("6_write.html")
@@ -271,7 +402,7 @@ def test_what_is_clicked_stays(browser):
     browser.click("#excerpt-3 figcaption a")
     held = numbers(browser.find("#excerpt-3").get_attribute("data-lines"))
     assert browser.lit() == held
-    assert browser.script("return location.hash") == f"#L{held[0]}-L{held[-1]}"
+    assert browser.script("return location.hash") == address(browser, "#excerpt-3")
     browser.script("document.getElementById('excerpt-9').scrollIntoView()")
     time.sleep(0.3)
     assert browser.lit() == held
@@ -288,12 +419,20 @@ def test_what_is_clicked_stays(browser):
         assert not browser.all(".excerpt.held")
 
 
+def address(browser, selector):
+    """That of an excerpt's first lines, which are those of a move in its section."""
+    excerpt = browser.find(selector)
+    first, last = excerpt.get_attribute("data-lines").split(",")[0].split("-")
+    move = excerpt.get_attribute("data-move")
+    return "#" + (f"{move}-" if move else "") + f"L{first}" + (
+        f"-L{last}" if last != first else "")
+
+
 def test_the_address_of_lines(browser):
     """Opened anew, it lights them, and shows the passage."""
     browser.open("6_write.html")
     lines = browser.find("#excerpt-5").get_attribute("data-lines").split(",")[0]
-    first, last = lines.split("-")
-    browser.open(f"6_write.html#L{first}-L{last}")
+    browser.open("6_write.html" + address(browser, "#excerpt-5"))
     browser.until("document.querySelector('.found')")
     assert browser.lit() == numbers(lines)
     assert browser.script("""

@@ -1,6 +1,7 @@
 #!/bin/bash
 # Checks what a reader has made of an exercise: make exercise-4. The program has
-# been built, into $BUILD. Fails until the exercise is solved.
+# been built, into $BUILD. Fails until the exercise is solved. Says first what the
+# recorder sees in a run of it, which decides nothing.
 #
 # Usage: scripts/exercises/run.sh NUMBER [PYTEST_OPTION...]
 set -euo pipefail
@@ -13,7 +14,16 @@ exercise=scripts/exercises/exercise_$1.py
     "$(ls scripts/exercises/exercise_*.py | tr -dc '0-9\n' | sort -n | xargs)" >&2
   exit 2
 }
+
+build=${BUILD:-build}
+program=$(programs | grep "^$1_")
 shift
+
+if [ -e "$build/watch.so" ] && [ -e "$build/$program" ]; then
+  echo "One run of it, watched:"
+  python3 scripts/watch/run.py -q -t 20 "$build/$program" || true
+  echo
+fi
 
 python=$(python_with pytest)
 # conftest.py is that of the tests, because exercises start programs as tests do. It

@@ -49,15 +49,17 @@ class FakeClient:
         return "send " + message.hex()
 
     @contextlib.contextmanager
-    def saying(self, message):
+    def saying(self, message, answered=False):
         """Sends a message every second, however long the test takes. It may be a
-        function that makes the next one."""
+        function that makes the next one, and may have an answer."""
         stop, failures = threading.Event(), []
 
         def say():
             try:
                 while not stop.wait(1):
                     self.send(message() if callable(message) else message)
+                    if answered:
+                        self.receive()
             except AssertionError as error:
                 failures.append(error)
 

@@ -270,7 +270,8 @@ class Server:
 
 
 class First:
-    """A server of 2_first, which takes one message and ends, and clients for it."""
+    """A server of a program that TABLE does not know, and clients for it: of 2_first, which
+    takes one message and ends, or of a move."""
 
     def __init__(self, run, build, program, provider="", **env):
         self.run = run

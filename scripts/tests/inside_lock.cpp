@@ -10,22 +10,21 @@
 #include "../../src/10_lock.cpp"
 #undef main
 
-struct fi_ops_cq g_real_cq;
-struct fi_ops_rma g_real_rma;
+fi_ops_cq g_real_cq;
+fi_ops_rma g_real_rma;
 Session* g_server = nullptr;
 SharedTable* g_table = nullptr;
 size_t g_reads = 0;
 
 // Reads the client's completions, and lets the server take part.
-ssize_t ReadBoth(struct fid_cq* cq, void* entries, size_t count) {
+ssize_t ReadBoth(fid_cq* cq, void* entries, size_t count) {
   g_server->endpoint.PollCompletion();
   return g_real_cq.read(cq, entries, count);
 }
 
 // Before the first READ: somebody has changed the other ledger and made it the
 // valid one, and somebody else already writes the one that was valid.
-ssize_t ReadLate(struct fid_ep* ep, const struct fi_msg_rma* msg,
-                 uint64_t flags) {
+ssize_t ReadLate(fid_ep* ep, const fi_msg_rma* msg, uint64_t flags) {
   if (++g_reads == 1) {
     g_table->ledgers[1] = {.total = 5, .changes = {0, 5}};
     g_table->ledgers[0] = {.total = 7, .changes = {0, 6}};
@@ -45,10 +44,10 @@ int main() {
   client.session.peer = endpoint.AddPeerAddress(server.endpoint.addr);
   client.joined.client = 1;
   client.joined.table = memory.region;
-  struct fi_ops_cq cq_ops = g_real_cq = *endpoint.cq.ptr->ops;
+  fi_ops_cq cq_ops = g_real_cq = *endpoint.cq.ptr->ops;
   cq_ops.read = ReadBoth;
   endpoint.cq.ptr->ops = &cq_ops;
-  struct fi_ops_rma rma_ops = g_real_rma = *endpoint.ep.ptr->rma;
+  fi_ops_rma rma_ops = g_real_rma = *endpoint.ep.ptr->rma;
   rma_ops.readmsg = ReadLate;
   endpoint.ep.ptr->rma = &rma_ops;
   g_table->ledgers[0] = {.total = 4, .changes = {0, 4}};

@@ -7,6 +7,8 @@
 //             one its effect: it ends this process
 //   pages     the server makes one page at a time, and posts a few WRITEs at a
 //             time, looking at others meanwhile
+//   large     of the largest pages, two are on their way at a time
+//   silence   the time in which a client waits for its pages is no silence
 //   progress  no PROGRESS follows one that is still on its way
 //   close     an endpoint is closed before the regions that it uses
 
@@ -35,14 +37,16 @@ int Fail(const std::string& text) {
 
 // ---- A network that has no room ----
 
-struct fi_ops_msg g_real_msg;
+fi_ops_msg g_real_msg;
 size_t g_refused = 0;
 
 // Has room for every second SEND, and not for the first few.
-ssize_t SendSeldom(struct fid_ep* ep, const struct fi_msg* msg,
-                   uint64_t flags) {
+ssize_t SendSeldom(fid_ep* ep, const void* data, size_t len, void* desc,
+                   fi_addr_t peer, void* context) {
   static size_t calls = 0;
-  if (++calls > 4 && calls % 2 == 0) return g_real_msg.sendmsg(ep, msg, flags);
+  if (++calls > 4 && calls % 2 == 0) {
+    return g_real_msg.send(ep, data, len, desc, peer, context);
+  }
   ++g_refused;
   return -FI_EAGAIN;
 }
@@ -54,9 +58,9 @@ int CheckOrder() {
   Endpoint receiver(domain);
   Endpoint sender(domain);
   fi_addr_t peer = sender.AddPeerAddress(receiver.addr);
-  struct fi_ops_msg seldom = g_real_msg = *sender.ep.ptr->msg;
-  seldom.sendmsg = SendSeldom;
-  sender.ep.ptr->msg = &seldom;
+  fi_ops_msg seldom = g_real_msg = *sender.ep->msg;
+  seldom.send = SendSeldom;
+  sender.ep->msg = &seldom;
 
   const std::string sent = "01234567";
   std::string arrived;
@@ -105,7 +109,7 @@ int CheckSignal() {
 struct Pair {
   Domain domain{GetInfo()};
   size_t memory_left = kMaxTransfer;
-  Session listener{domain};
+  Mailbox listener{domain};
   Session client{domain};
   std::optional<ServedClient> state;  // the server's
 
@@ -120,17 +124,17 @@ struct Pair {
     client.peer = client.endpoint.AddPeerAddress(state->session.endpoint.addr);
     // The ACCEPT has arrived, and the server knows it.
     Until([&] { return client.Take().has_value(); });
-    Until([&] { return state->session.unsent == 0; });
+    Until([&] { return state->session.mailbox.unsent == 0; });
   }
 
   // Asks for pages, and waits until the server has seen that.
-  void Ask(uint32_t num_pages) {
+  void Ask(uint32_t num_pages, uint64_t page_size = 4096) {
     std::vector<uint32_t> page_idx(num_pages);
     std::iota(page_idx.begin(), page_idx.end(), 0);
     AppRandomFillMessage request = {};
     request.base.type = AppMessageType::kRandomFill;
     request.imm_data = 1;
-    request.page_size = 4096;
+    request.page_size = page_size;
     request.num_pages = num_pages;
     request.size = num_pages * request.page_size;
     request.total_repeat = 1;
@@ -167,6 +171,25 @@ int CheckPages() {
              : Fail("many WRITEs at a time");
 }
 
+int CheckLarge() {
+  Pair pair;
+  pair.Ask(3, kMaxPageSize);
+  while (pair.state->made_pages < 3) pair.state->Poll();
+  printf("in flight: %zu\n", pair.state->posted_write_ops);
+  return pair.state->posted_write_ops == 2 ? 0 : Fail("not two at a time");
+}
+
+int CheckSilence() {
+  Pair pair;
+  pair.memory_left = 0;  // so the client has to wait
+  pair.Ask(1);
+  pair.state->session.endpoint.silent_since -= 1h;
+  pair.state->Poll();
+  pair.memory_left = kMaxTransfer;
+  while (pair.state->posted_write_ops == 0) pair.state->Poll();
+  return 0;
+}
+
 int CheckProgress() {
   Pair pair;
   pair.memory_left = 0;  // so the client has to wait
@@ -175,8 +198,9 @@ int CheckProgress() {
     pair.state->reported_at -= 1h;
     pair.state->Report();
   }
-  printf("on its way: %zu\n", pair.state->session.unsent);
-  return pair.state->session.unsent == 1 ? 0 : Fail("PROGRESS piles up");
+  printf("on its way: %zu\n", pair.state->session.mailbox.unsent);
+  return pair.state->session.mailbox.unsent == 1 ? 0
+                                                 : Fail("PROGRESS piles up");
 }
 
 int CheckClose() {
@@ -199,6 +223,8 @@ int main(int argc, char** argv) {
   if (check == "order") return CheckOrder();
   if (check == "signal") return CheckSignal();
   if (check == "pages") return CheckPages();
+  if (check == "large") return CheckLarge();
+  if (check == "silence") return CheckSilence();
   if (check == "progress") return CheckProgress();
   if (check == "close") return CheckClose();
   return 2;

@@ -19,15 +19,17 @@
 //   SLOW_WRITE=FILE           a pwrite waits, and says so, until there is this file
 //   KEY_SIZE=N                a key of registered memory has N bytes, and one that
 //                             is larger is refused
-// In every case, it ends a program that enables an endpoint without an event
-// queue: efa would do so on the first error of a peer.
+//   NO_EVENT_QUEUE=1          for a program that has no event queue. In every other
+//                             case, it ends one that enables an endpoint without:
+//                             efa would do so on the first error of a peer
 //
 // libfabric's functions are mostly inline, and call through tables of pointers.
 // The only symbols to replace are therefore fi_getinfo and fi_fabric. Each
 // object then gets its own copy of its tables, with some of the functions
 // replaced. What the programs do is enough here: one thread, one endpoint for
 // each completion queue, entries in FI_CQ_FORMAT_DATA, no messages or WRITEs but
-// those of fi_sendmsg and fi_writemsg.
+// those of fi_send, fi_sendmsg and fi_writemsg, no other registrations than those of
+// fi_mr_reg and fi_mr_regattr.
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -202,6 +204,13 @@ ssize_t SendMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
   return g_endpoints.at(&ep->fid).real_msg->sendmsg(ep, msg, flags);
 }
 
+ssize_t Send(struct fid_ep* ep, const void* data, size_t size, void* desc,
+             fi_addr_t peer, void* context) {
+  if (NoMemory("send")) return -FI_ENOMEM;
+  return g_endpoints.at(&ep->fid).real_msg->send(ep, data, size, desc, peer,
+                                                 context);
+}
+
 int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
              struct fid_mr** mr) {
   if (NoMemory("register")) return -FI_ENOMEM;
@@ -209,6 +218,15 @@ int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
     return -FI_EKEYREJECTED;
   }
   return g_real_mrs.at(fid)->regattr(fid, attr, flags, mr);
+}
+
+int RegisterBuffer(struct fid* fid, const void* data, size_t size,
+                   uint64_t access, uint64_t offset, uint64_t key,
+                   uint64_t flags, struct fid_mr** mr, void* context) {
+  if (g_key_size < 8) Die("short keys are for fi_mr_regattr");
+  if (NoMemory("register")) return -FI_ENOMEM;
+  return g_real_mrs.at(fid)->reg(fid, data, size, access, offset, key, flags,
+                                 mr, context);
 }
 
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
@@ -220,7 +238,10 @@ int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
 
 int EndpointControl(struct fid* fid, int command, void* arg) {
   Endpoint& endpoint = g_endpoints.at(fid);
-  if (command == FI_ENABLE && !endpoint.has_eq) Die("there is no event queue");
+  if (command == FI_ENABLE && !endpoint.has_eq &&
+      getenv("NO_EVENT_QUEUE") == nullptr) {
+    Die("there is no event queue");
+  }
   int ret = endpoint.real_ops->control(fid, command, arg);
   // Not before: fi_enable is where a provider may still choose other functions.
   if (command == FI_ENABLE && ret == 0 && endpoint.real_rma == nullptr) {
@@ -229,6 +250,7 @@ int EndpointControl(struct fid* fid, int command, void* arg) {
     ep->rma->writemsg = WriteMsg;
     endpoint.real_msg = Replace(ep->msg);
     ep->msg->sendmsg = SendMsg;
+    ep->msg->send = Send;
   }
   return ret;
 }
@@ -280,6 +302,7 @@ int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
   (*domain)->ops->cq_open = OpenCq;
   g_real_mrs[&(*domain)->fid] = Replace((*domain)->mr);
   (*domain)->mr->regattr = Register;
+  (*domain)->mr->reg = RegisterBuffer;
   return 0;
 }
 

@@ -1,6 +1,7 @@
 """What is in the repository: its programs, and what is based on what. The book and the
 checks of the chapters need no more than this."""
 
+import fcntl
 import os
 import re
 import shutil
@@ -74,6 +75,17 @@ def build_variant(folder, program, *changes):
     make("-C", str(folder), *QUICKLY, "CXXFLAGS=-O0 -Wno-error", "CUDA_HOME=",
          f"build/{program}")
     return str(folder / "build")
+
+
+def build_moves(names):
+    """Builds the programs after these moves, 5.3. Returns their folder. They are built
+    without the headers of QUICKLY: one that includes too little would not be noticed."""
+    folder = "build/quick"
+    with open(f"{ROOT}/Makefile") as lock:
+        # Several workers may want the same ones.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        make("CXXFLAGS=-O0", f"BUILD={folder}", "CUDA_HOME=", *names)
+    return folder
 
 
 def make(*arguments, **env):

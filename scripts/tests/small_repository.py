@@ -3,6 +3,7 @@
 import shutil
 import subprocess
 
+import moves
 from repository import ROOT
 
 # As in src: each adds something to the one that it is based on.
@@ -21,9 +22,9 @@ class Repository:
     def __init__(self, folder):
         self.folder = folder
         (folder / "src").mkdir()
-        (folder / "scripts").mkdir()
-        for tool in ["common.sh", "propagate", "refresh-exercises"]:
-            shutil.copy(f"{ROOT}/scripts/{tool}", folder / "scripts")
+        (folder / "scripts/moves").mkdir(parents=True)
+        for tool in ["common.sh", "propagate", "refresh-exercises", "moves/moves.py"]:
+            shutil.copy(f"{ROOT}/scripts/{tool}", folder / "scripts" / tool)
         for program, lines in PROGRAMS.items():
             self.write(program, lines)
         self.git("init", "-q")
@@ -56,6 +57,98 @@ class Repository:
         done = subprocess.run([f"scripts/{tool}", *arguments], cwd=self.folder,
                               text=True, check=False, capture_output=True)
         return done.returncode, done.stdout, done.stderr
+
+
+# A step of two moves. The second one removes a line of the first, and indents one of the
+# parent's.
+STATES = ["""\
+// Based on nothing.
+int one() {
+  return 1;
+}
+""", """\
+// Based on 4_one.
+int one() {
+  return 1;
+}
+int slow() {
+  return one();
+}
+""", """\
+// Based on 4_one.
+int one() {
+  if (fast()) {
+    return 1;
+  }
+  return 2;
+}
+int fast() {
+  return one();
+}
+"""]
+CHAPTER = """\
+# 5. Two
+
+[Before](4_one.md), [program](../src/5_two.cpp): `fast`, `make diff-5` and `make diff-5.2`
+
+| move | lines |
+| --- | --- |
+| 5.1 slow | +4 −1 |
+| [5.2 fast](#52-a-fast-one) | +4 −1 |
+
+```cpp
+int fast() {
+```
+
+## 5.1 A slow one
+
+`slow` and `one`.
+
+```cpp
+int slow() {
+  return one();
+```
+
+## 5.2 A fast one
+
+`fast` and `slow`.
+
+```diff
+-int slow() {
++int fast() {
+   return one();
+```
+
+### In it
+
+```cpp
+  if (fast()) {
+    // ...
+  }
+  // ...
+}
+```
+
+## What you have now
+
+```cpp
+  return 2;
+```
+"""
+
+
+def write_moves(folder):
+    """Writes these programs, their chapters, and the moves."""
+    for name, text in {
+            "README.md": "# Read me\n", "scripts/README.md": "# Tools\n",
+            "chapters/4_one.md": "# 4. One\n\n[Program](../src/4_one.cpp)\n",
+            "chapters/5_two.md": CHAPTER, "src/4_one.cpp": STATES[0],
+            "src/5_two.cpp": STATES[-1]}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    shutil.copy(f"{ROOT}/scripts/common.sh", folder / "scripts")
+    moves.write("5_two", {"1_slow": STATES[1], "2_fast": STATES[2]},
+                {"1_slow": "Slow: one more.\n\n", "2_fast": "Fast: it asks.\n\n"}, folder)
 
 
 def replaced(lines, old, *new):

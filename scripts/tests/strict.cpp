@@ -18,8 +18,10 @@
 //   STRICT_HMEM=N         1: GPU memory is supported (default), 0: it is not,
 //                         2: the provider says so and then registers none
 //   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
+//   STRICT_NAME=NAME      what the provider is called (efa)
 //   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
 //   STRICT_WRITE_FAILS=N  the first WRITE of the N-th adapter is refused
+//   STRICT_NO_ROOM=N      the N-th adapter has no room for any WRITE
 //   STRICT_ONCE=1         an adapter registers nothing to WRITE from that another
 //                         one has registered
 //   STRICT_P4D=1          an older device, which has no RDMA WRITE
@@ -96,8 +98,7 @@
 //
 // The objects that a program gets are ours, with tables of our functions; the
 // provider's are behind them. What it knows is what the programs use: fi_sendmsg
-// and its like, the short forms of 2_first, one buffer each, entries in
-// FI_CQ_FORMAT_DATA.
+// and its like, their short forms, one buffer each, entries in FI_CQ_FORMAT_DATA.
 
 #include <dlfcn.h>
 #include <execinfo.h>
@@ -163,6 +164,7 @@ const long g_hmem = Setting("STRICT_HMEM", 1);
 const long g_open_us = Setting("STRICT_OPEN_US", 0);
 const long g_adapters = Setting("STRICT_ADAPTERS", 1);
 const long g_write_fails = Setting("STRICT_WRITE_FAILS", 0);
+const long g_no_room = Setting("STRICT_NO_ROOM", 0);
 const bool g_once = Setting("STRICT_ONCE", 0);
 const bool g_p4d = Setting("STRICT_P4D", 0);
 const long g_receipt_fails = Setting("STRICT_RECEIPT_FAILS", 0);
@@ -615,7 +617,10 @@ void SetTarget(Op& op, const void* data, size_t size) {
 
 // Returns whether there is no room for one more operation.
 bool NoRoom(const Endpoint& ep, Kind kind) {
-  if ((kind == kRecv || ep.tx < g_tx) && !Percent(g_eagain)) return false;
+  bool never = kind == kWrite && ep.object.domain->adapter == g_no_room;
+  if (!never && (kind == kRecv || ep.tx < g_tx) && !Percent(g_eagain)) {
+    return false;
+  }
   Count("-FI_EAGAIN");
   return true;
 }
@@ -918,7 +923,7 @@ ssize_t RecvMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
   return Message(kRecv, ep, msg, flags);
 }
 
-// The short forms, of 2_first.
+// The short forms.
 ssize_t Send(struct fid_ep* ep, const void* data, size_t size, void* desc,
              fi_addr_t addr, void* context) {
   struct iovec iov = {const_cast<void*>(data), size};
@@ -1482,7 +1487,7 @@ int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
   return 0;
 }
 
-// The short form, of 2_first.
+// The short form.
 int RegisterBuffer(struct fid* domain, const void* data, size_t size,
                    uint64_t access, uint64_t offset, uint64_t key,
                    uint64_t flags, struct fid_mr** result, void* context) {
@@ -1664,7 +1669,8 @@ void Disguise(struct fi_info* info, const struct fi_info* hints) {
   info->rx_attr->msg_order = hints->rx_attr->msg_order & FI_ORDER_SAS;
   info->ep_attr->max_msg_size = g_max_msg;
   free(info->fabric_attr->prov_name);
-  info->fabric_attr->prov_name = strdup("efa");
+  const char* name = getenv("STRICT_NAME");
+  info->fabric_attr->prov_name = strdup(name != nullptr ? name : "efa");
   g_device.name = g_nic_name;
   g_link.speed = 100'000'000'000;
   g_nic.fid.fclass = FI_CLASS_NIC;

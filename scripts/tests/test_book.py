@@ -1,6 +1,7 @@
 """The pages of `make book`, without a browser: everything is there, and every link leads
 somewhere. scripts/book/test_pages.py looks at them in one."""
 
+import html
 import html.parser
 import json
 import os
@@ -13,8 +14,10 @@ import pytest
 
 import chapters
 import lines
+import moves
 from harness import PROGRAMS
 from repository import ROOT, make, number, parent
+from small_repository import STATES, write_moves
 
 pytest.importorskip("markdown_it", reason="scripts/install-deps.sh book installs it")
 import book  # noqa: E402
@@ -96,6 +99,12 @@ def pages(out):
     return {str(path.relative_to(out)): Read(path) for path in sorted(out.rglob("*.html"))}
 
 
+def moves_of(path):
+    """What a page has of each move, by its name."""
+    found = re.search(r'id="program-moves">(.*?)</script>', path.read_text())
+    return {move["name"]: move for move in json.loads(found[1])} if found else {}
+
+
 def test_links(out, pages):
     """They lead to a page of the book that has the place, or into the web. No two places
     of a page have the same name."""
@@ -108,9 +117,10 @@ def test_links(out, pages):
             path, _, fragment = urllib.parse.unquote(href).partition("#")
             target = os.path.normpath(
                 os.path.join(os.path.dirname(name), path)) if path else name
-            # The script understands this one.
-            if target not in pages or (fragment not in ["", "new"]
-                                       and fragment not in pages[target].ids):
+            # The script understands these: #new, and of a move #5.3-new.
+            if target not in pages or (
+                    fragment not in ["", "new"] and fragment not in pages[target].ids
+                    and fragment not in [f"{move}-new" for move in moves_of(out / target)]):
                 dead.append(f"{name}: {href}")
     assert not dead
 
@@ -153,18 +163,15 @@ def test_text(pages, name):
 def test_excerpts(pages, name):
     """Each names exactly its lines."""
     page = PAGES[name]
-    source = lines.source_lines(ROOT, page.program)
     found = pages[f"{name}.html"].excerpts
     wanted = [block for block in page.blocks if chapters.excerpt(block) is not None]
     assert len(found) == len(wanted) and (found or not page.is_main)
-    shown = set()
     for (where, _), block in zip(found, wanted):
+        _, source = page.source(block.line)
         ranges = [range(int(first) - 1, int(last)) for first, last in
                   (part.split("-") for part in where.split(","))]
         parts = [part for _, part in chapters.excerpt(block) if part]
         assert [[source[at] for at in lines_] for lines_ in ranges] == parts
-        shown.update(*ranges)
-    assert shown == lines.shown_lines(page, source)
 
 
 @pytest.mark.parametrize("name", BESIDE)
@@ -225,14 +232,21 @@ def test_step(programs, name):
     assert sorted([*now.step.before, *now.step.new]) == list(range(len(now.source)))
 
 
+def shown_lines(page):
+    """The numbers of the lines of the finished program that are in an excerpt."""
+    states = lines.states(page)
+    shown = lines.shown_lines(page, states)
+    return {at for at, line in enumerate(lines.origins(states)[-1]) if line in shown}
+
+
 @pytest.mark.parametrize("name", BESIDE)
 def test_passages(out, pages, name):
     """Each line leads to the excerpt that shows it, or to the name of what it belongs
     to."""
     page = PAGES[name]
     source = lines.source_lines(ROOT, page.program)
-    shown = lines.shown_lines(page, source)
-    words = naming.Naming(page, source)
+    shown = shown_lines(page)
+    words = naming.Naming(page, source, shown)
     text = (out / f"{name}.html").read_text()
     runs = re.search(r'id="passages">(\[.*?\])</script>', text)[1]
     kinds = {}
@@ -331,7 +345,7 @@ def test_figures_need_nothing_of_the_page(out, pages):
     """They are pictures with a text, which see no style of the page. One that does not
     know of themes gets a light background."""
     for name, page in pages.items():
-        text = (out / name).read_text()
+        text = re.sub("(?s)<script.*?</script>", "", (out / name).read_text())
         assert text.count("<svg") == text.count('<div class="map"'), name
         for image in page.images:
             assert image["alt"] and image["width"] and image["height"], (name, image)
@@ -361,6 +375,10 @@ def small_book(folder, **more):
     for name, text in files.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    return build_small(folder)
+
+
+def build_small(folder):
     (folder / "scripts/book").mkdir()
     for name in "common.sh", "diff.sh", "book/book.css", "book/book.js":
         shutil.copy(f"{ROOT}/scripts/{name}", folder / "scripts" / name)
@@ -393,6 +411,61 @@ def test_programs_stand_beside_chapters_of_their_number(tmp_path):
     # Each line of a program is there once.
     index = (tmp_path / "out/search.js").read_text()
     assert '["1_one","1_first.html"]' in index and index.count('"int extra = 3;"') == 1
+
+
+def test_moves_are_beside_their_sections(tmp_path):
+    """The page has the program after each move, as lines of the finished one and others,
+    and what is new in it; excerpts, names and headings lead there."""
+    write_moves(tmp_path)
+    text = build_small(tmp_path)["5_two"]
+    rows = Read(tmp_path / "out/5_two.html").rows
+    finished = {at: row.removeprefix(str(at)) for at, (_, row) in rows.items()}
+    assert "".join(finished.values()) == STATES[2]
+    found = moves_of(tmp_path / "out/5_two.html")
+    assert list(found) == ["5.1", "5.2"]
+
+    def code(line):
+        line = line[1] if isinstance(line, list) else line
+        return finished[line] if isinstance(line, int) else html.unescape(
+            re.sub("<.*?>", "", line)) + "\n"
+
+    for k, move in enumerate(found.values(), 1):
+        groups = [(kind, [code(line) for line in lines_]) for kind, *lines_ in move["lines"]]
+        assert "".join(line for kind, lines_ in groups if kind != "gone"
+                       for line in lines_) == STATES[k]
+        added, removed = moves.counts("5_two", k, tmp_path)
+        assert [sum(len(lines_) for kind, lines_ in groups if kind == wanted)
+                for wanted in ("new", "gone")] == [added, removed]
+        size = f"<b>+{added}</b> <s>−{removed}</s>"
+        assert move["size"] == f"{size} against {['4_one', '5.1'][k - 1]}"
+        assert re.search(rf'<h2 id="5{k}-a-\w+-one" data-move="5.{k}">.*'
+                         + re.escape(size), text)
+    # What is only indented differently in the finished program is known to be the same.
+    assert any(isinstance(line, list) and line[0] == 4 for _, *lines_ in
+               found["5.1"]["lines"] for line in lines_)
+    excerpts = re.findall(r'class="excerpt" id="(.*?)" data-lines="(.*?)"(?: data-move="(.*?)")?>'
+                          r'<figcaption>\w+ <a href="(.*?)"', text)
+    assert excerpts == [
+        ("excerpt-1", "8-8", "", "#L8"), ("excerpt-2", "5-6", "5.1", "#L9"),
+        ("excerpt-3", "8-9", "5.2", "#L8"), ("excerpt-4", "3-3,5-5,7-7", "5.2", "#L3"),
+        ("excerpt-5", "6-6", "", "#L6")]
+    # A name leads to what it is after the move, or else in the finished program; without
+    # the script, to what is left of it there.
+    links = re.findall(r'<a href="([^"]*)" data-lines="(.*?)"(?: data-move="(.*?)")?><code>(\w+)',
+                       text)
+    assert links == [("#L8", "8-10", "", "fast"), ("#L9", "5-7", "5.1", "slow"),
+                     ("#L2", "2-4", "5.1", "one"), ("#L8", "8-10", "5.2", "fast")]
+    assert '<a href="#5.2-new"><code>make diff-5.2' in text
+    assert found["5.1"]["names"]["slow"] == "#5.1-L5-L7"
+    # A line leads to the excerpt of its move, or else to one where it still stands.
+    assert [5, 6, "shown", "", "excerpt-2"] in found["5.1"]["passages"]
+    runs = json.loads(re.search(r'id="passages">(.*?)</script>', text)[1])
+    assert [8, 8, "shown", "", "excerpt-1"] in runs
+    assert [9, 9, "shown", "", "excerpt-2"] in runs
+    # The search knows what only a move has.
+    index = (tmp_path / "out/search.js").read_text()
+    for place, line in ("excerpt-2", "int slow() {"), ("excerpt-3", "-int slow() {"):
+        assert re.search(rf'\["5_two.html","{place}","[^"]*","{re.escape(line)}"\]', index)
 
 
 def test_names_may_be_in_any_chapter_of_a_program(tmp_path):

@@ -83,12 +83,12 @@ def test_5_reverse_killed(run, tmp_path):
     new, printed = ["\n".join(block.lines) for block in page.blocks
                     if block.info == "text" and "SENDs in flight" in block.lines[0]]
     source = read(f"{ROOT}/src/5_reverse.cpp")
-    old = re.search(r'^ *PrintLine\(stderr, client->number, "error: [^;]*;\n', source,
+    old = re.search(r'^ *PrintLine\(stderr, client.number, "error: [^;]*;\n', source,
                     re.M)[0]
     appendix = Page(ROOT, "chapters/appendix_providers.md")
     at_end, = ["\n".join(block.lines) for block in appendix.blocks
                if block.info == "text" and "~Buffer" in block.lines[0]]
-    constructor = re.search(r'^ *"fi_mr_regattr of [^;]*;\n  }\n', source, re.M)[0]
+    constructor = re.search(r'^ *"fi_mr_reg"\);\n  }\n', source, re.M)[0]
     (tmp_path / "src").mkdir()
     (tmp_path / "src" / "5_reverse.cpp").write_text(
         source.replace(old, f"{old}{new}\n")

@@ -12,14 +12,15 @@ import lines
 from chapters import Page
 from harness import PROVIDERS, RXM_BUFFERS
 from repository import ROOT, make
+from small_repository import CHAPTER, write_moves
 
 PAGES = ["README.md", "scripts/README.md"] + [
     f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
 # Those that take a page and nothing else.
 CHECKS = {check.__name__: check for check in [
     chapters.check_blocks, chapters.check_excerpts, chapters.check_diffs,
-    chapters.check_names, chapters.check_links, chapters.check_neighbours,
-    chapters.check_named, chapters.check_text, chapters.check_targets]}
+    chapters.check_moves, chapters.check_names, chapters.check_links,
+    chapters.check_neighbours, chapters.check_named, chapters.check_text, chapters.check_targets]}
 
 
 @pytest.fixture(autouse=True)
@@ -58,9 +59,10 @@ def test_limits():
 def copy(tmp_path_factory):
     """Chapters and programs, for tests that change them."""
     folder = tmp_path_factory.mktemp("copy")
-    for name in "src", "chapters":
+    for name in "src", "chapters", "scripts/moves":
         shutil.copytree(f"{ROOT}/{name}", folder / name)
-    shutil.copy(f"{ROOT}/README.md", folder)
+    for name in "README.md", "scripts/common.sh":
+        shutil.copy(f"{ROOT}/{name}", folder / name)
     return folder
 
 
@@ -72,13 +74,13 @@ def test_finds_what_is_not_quoted(copy, path):
     page = Page(ROOT, path)
     if page.program not in lines.LEAST:
         return
-    source = lines.source_lines(ROOT, page.program)
-    new = lines.new_lines(page, source)
+    states = lines.states(page)
+    new = lines.new_lines(states)
 
     def quoted(block):
-        return {n for _, where in lines.shown_parts(block, source) for n in where} & new
+        return len(lines.shown_lines(page, states, [block]) & new)
 
-    largest = max(page.blocks, key=lambda block: len(quoted(block)), default=None)
+    largest = max(page.blocks, key=quoted, default=None)
     if not largest or not quoted(largest):
         return  # an epilogue
     rows = page.text.split("\n")
@@ -117,6 +119,85 @@ def test_lines_are_counted(tmp_path):
     (tmp_path / "chapters/5_more.md").write_text(
         "[Program](../src/5_b.cpp)\n" + excerpt.replace("two = 2", "one = 1"))
     assert lines.share(Page(tmp_path, "chapters/5_b.md")) == 100
+
+
+def test_lines_of_moves_are_counted(tmp_path):
+    """Where they are added, in the section of that move; what the finished program has,
+    wherever it is shown. What is only indented anew is not new."""
+    write_moves(tmp_path)
+    path = "chapters/5_two.md"
+    found = lines.states(Page(tmp_path, path))
+    slow, one, fast = (1, 4), (1, 5), (2, 7)
+    new = {slow, one, (2, 2), (2, 5), fast}
+    assert lines.new_lines(found) == new
+    assert lines.new_and_shown(Page(tmp_path, path)) == (new, new)
+    for old, missing in [
+            ("int slow() {\n  return one();\n", {slow}),  # move 2 shows `one`, too
+            ("-int slow() {\n+int fast() {\n   return one();\n", set()),
+            ("  return 2;\n", {(2, 5)})]:
+        assert CHAPTER.count(old) == 1
+        (tmp_path / path).write_text(CHAPTER.replace(old, ""))
+        assert lines.new_and_shown(Page(tmp_path, path)) == (new, new - missing)
+
+
+MOVE_FAULTS = {
+    "not-yet": ("check_excerpts", "int slow() {\n  return one();", "  return 2;",
+                "chapters/5_two.md:19: not in move 5.1, but in move 5.2: \"  return 2;\""),
+    "no-longer": ("check_excerpts", "  return 2;", "int slow() {",
+                  ":46: not in src/5_two.cpp, but in move 5.1: \"int slow() {\""),
+    "of-the-last": ("check_excerpts", "  if (fast()) {", "  if (slow()) {",
+                    ":36: not in move 5.2: \"  if (slow()) {\""),
+    "before": ("check_diffs", "-int slow() {", "-int two() {",
+               ":28: not in move 5.1: \"int two() {\""),
+    "after": ("check_diffs", "+int fast() {", "+int faster() {",
+              ":29: not in move 5.2: \"int faster() {\""),
+    "count": ("check_moves", "slow | +4 −1", "slow | +4 −2", ":7: move 5.1 is +4 −1"),
+    "row": ("check_moves", "[5.2 fast]", "[5.3 fast]", ":8: 5_two has no move 5.3"),
+    "no-row": ("check_moves", "| 5.1 slow", "| slow",
+               "5_two.md: no row in its table is about move 5.1"),
+    "heading": ("check_moves", "## 5.1 A", "## 5.3 A", ":14: 5_two has no move 5.3"),
+    "no-heading": ("check_moves", "## 5.1 A", "## A",
+                   "5_two.md: no section is about move 5.1"),
+    "form": ("check_moves", "## 5.1 A", "## 5.1: A",
+             ":14: a move's heading is `## 5.1 Its title`"),
+    "level": ("check_moves", "### In it", "### 5.2 In it",
+              ":33: a move's heading is `## 5.1 Its title`"),
+    "order": ("check_moves", "## What", "## 5.1 What",
+              "5_two.md: the order of its sections is 5.1, 5.2, 5.1"),
+    "target": ("check_targets", "## What", "```sh\nmake diff-5.7\n```\n\n## What",
+               ":44: make has no diff-5.7"),
+    "typed": ("check_targets", "## What", "```sh\nmake type-5.1\nmake my_5\nmake my_6\n```"
+              "\n\n## What", ":46: make has no my_6"),
+}
+
+
+@pytest.mark.parametrize("fault", MOVE_FAULTS)
+def test_finds_in_a_chapter_of_moves(tmp_path, fault):
+    """Each excerpt is looked for in the program after its move."""
+    write_moves(tmp_path)
+    path = "chapters/5_two.md"
+    check, old, new, expected = MOVE_FAULTS[fault]
+    assert CHECKS[check](Page(tmp_path, path)) == []
+    assert CHAPTER.count(old) == 1
+    (tmp_path / path).write_text(CHAPTER.replace(old, new))
+    messages = CHECKS[check](Page(tmp_path, path))
+    assert messages and expected in messages[0], messages
+
+
+def test_indentation_of_moves(tmp_path):
+    """In a diff, what stays is shown as it is indented afterwards."""
+    write_moves(tmp_path)
+    path = "chapters/5_two.md"
+    (tmp_path / path).write_text(CHAPTER.replace("""\
+-int slow() {
+""", """\
++  if (fast()) {
+     return 1;
++  }
+...
+-int slow() {
+"""))
+    assert chapters.check_diffs(Page(tmp_path, path)) == []
 
 
 def test_every_script_is_described():
@@ -467,11 +548,12 @@ def test_own_targets(tmp_path):
 ```sh
 cp src/4_hello.cpp src/mine.cpp
 make mine && ./build/mine
+make watch-mine
 make theirs
 ```
 """)
     assert chapters.check_targets(Page(tmp_path, HELLO)) == [
-        f"{HELLO}:26: make has no theirs"]
+        f"{HELLO}:27: make has no theirs"]
 
 
 def test_order_of_reading(tmp_path):
@@ -607,6 +689,30 @@ $ echo $?
 
 def test_good_transcripts(tmp_path, run):
     assert rerun(tmp_path, run, TWO_TERMINALS + OTHERS) == []
+
+
+def test_transcripts_of_moves(tmp_path, run, monkeypatch):
+    """Their programs are those that have been built for the tests. Here others stand in
+    their place: a server that catches no signal, and a client."""
+    write_moves(tmp_path)
+    folder = tmp_path / "quick"
+    folder.mkdir()
+    here = os.path.relpath(folder)
+    server = ("echo Run the client with the following command:\n"
+              f"echo \"  $0 {'0' * 16}\"\nexec sleep 60")
+    for name, script in ("5.1", server), ("5.2", 'echo "$0 $1"'):
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+    built = []
+    monkeypatch.setattr(chapters, "build_moves",
+                        lambda names: built.append(names) or here)
+    text = ("```console\n$ ./build/5.1\nRun the client with the following command:\n"
+            f"  ./build/5.1 {'a' * 16}\n^C\n```\n\n"
+            f"```console\n$ ./build/5.2 {'a' * 16}\n./build/5.2 {'a' * 16}\n```\n")
+    assert rerun(tmp_path, run, text, 2) == []
+    assert built == [["5.1", "5.2"]]
+    messages = rerun(tmp_path, run, text.replace("\n./build/5.2", "\n./built/5.2"), 2)
+    assert len(messages) == 1 and "README.md:9: `./build/5.2" in messages[0], messages
 
 
 TRANSCRIPT_FAULTS = {

@@ -74,10 +74,35 @@ MISBEHAVE = """
       return 1;
     }
 """
+# With TURNS, it says how often each of two peers has its turn while there is no room.
+TURNS = """
+int CheckTurns() {
+  static size_t tries[2] = {};
+  Peer peers[2];
+  Domain domain(GetInfo());
+  Mailbox mailbox(domain, 1);
+  struct fi_ops_msg full = *mailbox.endpoint.ep.ptr->msg;
+  full.sendmsg = [](struct fid_ep*, const struct fi_msg* msg, uint64_t) {
+    ++tries[msg->addr];
+    return ssize_t{-FI_EAGAIN};
+  };
+  mailbox.endpoint.ep.ptr->msg = &full;
+  for (fi_addr_t addr : {0, 1}) {
+    peers[addr].addr = addr;
+    mailbox.Send(peers[addr], AppRequestMessage{{AppMessageType::kDone}});
+  }
+  for (int i = 0; i < 10; ++i) mailbox.PostBlocked();
+  printf("turns: %zu and %zu\\n", tries[0], tries[1]);
+  return 0;
+}
+
+int main(int argc, char** argv) {
+  if (getenv("TURNS") != nullptr) return CheckTurns();
+"""
 
 
 def variant_of(source):
-    """The program's source, with SETTINGS and MISBEHAVE."""
+    """The program's source, with SETTINGS, MISBEHAVE and TURNS."""
     def replace(pattern, new):
         nonlocal source
         source, count = re.subn(pattern, new, source, flags=re.M)
@@ -92,6 +117,7 @@ def variant_of(source):
                 f'(Setting("{match[1]}", ({match[2]}).count()));')
     replace(r"^  size_t Poll\(\) {\n(?=    Clock::time_point now)",
             lambda match: match[0] + MISBEHAVE)
+    replace(r"^int main\(int argc, char\*\* argv\) {\n", lambda match: TURNS)
     # So that an answer is as long as it can be.
     replace(r'if \(put\) value = (key [^;]*);',
             r'if (put) value = getenv("DEAF") ? std::string(1024, 0x78) : \1;')
@@ -100,7 +126,7 @@ def variant_of(source):
 
 @pytest.fixture(scope="module")
 def variants(tmp_path_factory):
-    """The folder with the program that has SETTINGS and MISBEHAVE."""
+    """The folder with the program that has SETTINGS, MISBEHAVE and TURNS."""
     folder = tmp_path_factory.mktemp("variant")
     with open(f"{ROOT}/src/{PROGRAM}.cpp") as file:
         source = variant_of(file.read())
@@ -189,6 +215,13 @@ def test_many_at_once(run, serve, provider):
     server.process.signal(signal.SIGCONT)
     assert [client.receive().sequence for _ in range(12)] == [*range(1, 13)]
     server.stop()
+
+
+def test_turns(run, variants):
+    """Those for whom something waits have their turn one after the other."""
+    process = run([f"{variants}/{PROGRAM}"], TURNS="1")
+    assert process.wait() == 0
+    assert "turns: 11 and 11\n" in process.output
 
 
 @pytest.mark.builds("plain")
@@ -596,8 +629,7 @@ def test_at_the_door_of_a_crowd(run, serve, provider):
                                            (RECVS + 1)))
             client.process.wait_for("^(sent|failed)$", 60,
                                     count=len(bad) + len(wrong) + 6 + RECVS + 1)
-            server.process.wait_for("^error: bad message: 0 bytes", 30,
-                                    count=RECVS + 2)
+            server.process.wait_for("^error: RECV failed: ", 30, count=RECVS + 1)
     server.check_client("5", "5")
     server.stop()
 
@@ -635,10 +667,10 @@ def test_gone_in_a_hurry(run, serve, provider):
     server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
     client, *hasty = (CrowdGuest(run, server) for _ in range(3))
     client.open_session()
-    for number, guest in enumerate(hasty, 2):
+    for guest in hasty:
+        # What comes together with its CONNECT is nobody's.
+        assert guest.open_session().type == ACCEPT
         # It polls only while it sends, so these answers stay on their way.
-        guest.number, guest.nonce = number, new_nonce()
-        guest.send(guest.connect())
         guest.process.write("\n".join(guest.send_line(message) for message in [
             *[guest.request(STORE, b"key", b"v" * 1000), guest.request(GET)] * 6,
             crowd_base(BYE)]))
@@ -756,9 +788,13 @@ def test_answers_of_strangers(run, build, provider):
     wrong_nonce = [stray[:8] + struct.pack("<I", server.nonce ^ 1) + stray[12:]
                    if len(stray) > 12 else stray for stray in strays]
 
+    # libfabric itself hangs there: chapter 4.
+    if provider != "shm":
+        wrong_nonce.append(bytes(MAX_MESSAGE + 1))
+
     def stray():
         for message in wrong_nonce:
-            server.send(message, as_it_is=True)
+            server.send(message, "(sent|failed)", as_it_is=True)
 
     stray()
     server.reply(ACCEPT)
@@ -776,7 +812,7 @@ def test_answers_of_strangers(run, build, provider):
 
 
 TERRIBLE = "no\x1b[2J\a\r\x7f\u202e, gr\u00fc\u00dfe".encode() + b"\x9b"
-HARMLESS = r"no\?\[2J\?{6}, gr\u00fc\u00dfe\?\n"
+HARMLESS = r"no\?\[2J\?{6}, gr\?{4}e\?\n"
 CORRECT = ["1", "2"]
 UNASKED = "error: bad message: it answers nothing"
 # What a client asks for, the answer to its CONNECT, those to its first request, and

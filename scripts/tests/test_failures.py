@@ -458,10 +458,11 @@ PRELOAD = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so"), "REORDER_MS": 
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "4_hello"])
 def test_event_queue(serve, program):
     """Each endpoint has an event queue, without which efa would end the process one
-    day. reorder.so does so at once."""
+    day. reorder.so does so at once. (That of 4_hello has none: it comes with chapter
+    5.)"""
     server = serve(program, **PRELOAD)
     server.check_client()
     server.stop()
@@ -487,11 +488,14 @@ def test_no_immediate_data(run, build, program, provider):
 def test_locked_memory(run, serve, build, program):
     """Where not enough memory may be locked, the line about it names the limit."""
     hint = "Cannot allocate memory .*`ulimit -l`"
-    server = run([f"{build}/{program}"], NO_MEMORY="register", **PRELOAD)
+    # See test_event_queue.
+    preload = {**PRELOAD, **({"NO_EVENT_QUEUE": "1"} if program == "4_hello" else {})}
+    server = run([f"{build}/{program}"], NO_MEMORY="register", **preload)
     assert server.wait(5) == 1
-    assert re.search(f"^error: fi_mr_regattr .*{hint}", server.output, re.M)
+    assert re.search(f"^error: fi_mr_reg(attr of [0-9]+ bytes)?: {hint}", server.output,
+                     re.M)
     server = serve(program)
-    client = server.start_client(NO_MEMORY="send", **PRELOAD)
+    client = server.start_client(NO_MEMORY="send", **preload)
     assert client.wait(5) == 1
     assert re.search(f"^error: SEND failed: {hint}", client.output, re.M)
     server.check_client()

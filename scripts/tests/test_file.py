@@ -515,21 +515,25 @@ def test_directory_gone(serve):
     server.stop()
 
 
+def limit_memory(server, more=None):
+    """Lets a server have only so much more memory than it has, or any again."""
+    pid = server.process.popen.pid
+    with open(f"/proc/{pid}/status") as status:
+        size = int(re.search(r"VmSize:\s+(\d+)", status.read())[1]) * 1024
+    resource.prlimit(pid, resource.RLIMIT_AS, (
+        resource.RLIM_INFINITY if more is None else size + more, resource.RLIM_INFINITY))
+
+
 @pytest.mark.builds("plain")
 def test_no_memory(serve):
     """A server that has no memory for slots says so to one client, and serves the
     next."""
     server = serve("9_file")
     server.check_client("1")
-    pid = server.process.popen.pid
-    with open(f"/proc/{pid}/status") as status:
-        size = int(re.search(r"VmSize:\s+(\d+)", status.read())[1]) * 1024
-    resource.prlimit(pid, resource.RLIMIT_AS,
-                     (size + (50 << 20), resource.RLIM_INFINITY))
+    limit_memory(server, 50 * MIB)
     check_failure(server.start_client(str(70 * MIB), "64"), "the server has refused: ")
     check_empty(server)
-    resource.prlimit(pid, resource.RLIMIT_AS,
-                     (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    limit_memory(server)
     server.check_client(str(MIB))
     assert len(server.errors()) == 1
     server.stop()
@@ -655,6 +659,55 @@ def test_write_while_saving(run, serve):
     client.send(end(ZEROS[0]))
     assert "checksum" in client.refusal()
     check_empty(server)
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+def test_disk_that_stands_still(run, serve):
+    """The disk does not go on with a chunk, and its client has left meanwhile. Others are
+    served all the same."""
+    go_on = run.new_folder() + "/go on"
+    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
+                   REORDER_MS="0", SLOW_WRITE=go_on)
+    client = FileSender(run, server)
+    client.put(size=MIB)
+    client.send(numbers(CHUNK, 0))
+    server.process.wait_for("^reorder: a pwrite waits$")
+    client.send(give_up())
+    client.expect("Done")
+    client.open_session()
+    client.put(b"empty")
+    client.send(end(0))
+    assert client.answer() == base(SAVED)
+    client.send(base(BYE))
+    client.expect("Done")
+    assert sorted(os.listdir(server.folder)) == ["empty", "file.part"]
+    with open(go_on, "w"):
+        pass
+    os.unlink(f"{server.folder}/empty")
+    check_empty(server)
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+@pytest.mark.parametrize("imm_data", [False, True], ids=["CHUNK", "immediate data"])
+def test_no_thread(run, serve, imm_data):
+    """A server that can start no thread to save a chunk says so to its client, however
+    the chunk has come."""
+    # With immediate data, ofi_rxm may crash.
+    server = serve("9_file", "shm" if imm_data else "")
+    client = FileSender(run, server)
+    client.put(size=MIB)
+    # A thread needs a stack of 8 MiB.
+    limit_memory(server, MIB)
+    if imm_data:
+        client.write(1)
+    else:
+        client.send(numbers(CHUNK, 0))
+    assert "cannot start a thread" in client.refusal()
+    limit_memory(server)
+    check_empty(server)
+    server.check_client(str(MIB))
     server.stop()
 
 

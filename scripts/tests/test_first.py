@@ -41,7 +41,7 @@ def test_one_message(first, provider):
             client = server.check_client(text)
             assert server.received() == f"{len(text)} bytes: {text}"
             for process in client, server.process:
-                assert re.search(r"^domain: \S+, provider: \S", process.output, re.M)
+                assert re.search(r"^domain: \S+, fabric: \S+, provider: \S", process.output, re.M)
     server = first(provider)
     client = server.start_client("x" * 70000)
     assert client.wait() == 0 and "\nSent 65536 bytes.\n" in client.output
@@ -127,7 +127,7 @@ def test_one_digit(first):
 @pytest.mark.skipif(bool(OVER_VERBS), reason="strict.so stands between it and tcp or shm")
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 def test_strict(run, first, provider):
-    """It breaks one of EFA's rules: it has no event queue, which chapter 4 brings."""
+    """It breaks one of EFA's rules: it has no event queue, which chapter 5 brings."""
     for text in "Hello, world!", "x" * 3000:
         server = first(provider, LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
                        STRICT_DIR=run.new_folder())

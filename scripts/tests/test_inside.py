@@ -35,11 +35,13 @@ def test_signal_before_an_endpoint(run, provider):
     try_inside(run, "inside_queue", "signal", provider=provider, status=-signal.SIGINT)
 
 
-@pytest.mark.parametrize("check", ["pages", "progress", "close"])
+@pytest.mark.parametrize("check", ["pages", "large", "silence", "progress", "close"])
 def test_server_of_a_queue(run, check):
     """A server that makes pages for one client, or posts its WRITEs, looks at the others
-    in between. One that has something to report waits until its last report has arrived. It closes a
-    client's endpoint before the memory that this uses."""
+    in between. Even of the largest pages, it has two in flight. A client that has waited
+    for its pages has not been silent. One that has something to
+    report waits until its last report has arrived. It closes a client's endpoint before
+    the memory that this uses."""
     try_inside(run, "inside_queue", check)
 
 

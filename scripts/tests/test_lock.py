@@ -234,6 +234,7 @@ class Vandal(FakeClient):
 TICKETS, LOCK_TICKETS, TURN, LEDGERS = 0, 64, 128, 192  # places in the memory
 LEDGER_SIZE = 8 * (1 + CLIENTS_AT_A_TIME)
 RECORDS = 1344
+TABLE_SIZE = RECORDS + 1024 * 256 + 8 * LOG_SIZE
 
 
 # What is wrong, the words that make it so, and what the client reports: how many
@@ -344,7 +345,7 @@ def test_clients_find(run, serve):
 
 @pytest.mark.builds("sanitized")
 @pytest.mark.parametrize("reply", [
-    struct.pack("<2I4Q", 1, 8, 4096, 1 << 20, 1, 0),
+    struct.pack("<2I4Q", 1, CLIENTS_AT_A_TIME, 4096, TABLE_SIZE, 1, 0),
     struct.pack("<2I4Q", 1, 0, 4096, 1 << 20, 1, 0), b"", bytes(9)],
     ids=["seat", "size", "empty", "short"])
 def test_bad_replies(run, build, reply):

@@ -13,11 +13,11 @@ import time
 import pytest
 
 from fakes import Borrower, FakeServer
-from harness import LIBFABRIC_LEAKS, PROVIDERS
+from harness import LIBFABRIC_LEAKS, PROVIDERS, Server
 from marks import sturdy_providers
 from messages import (ACCEPT, ALIVE, BYE, FREE, MALLOC, USAGE, alive, base, reply,
                       request)
-from repository import ROOT
+from repository import ROOT, build_variant
 
 POOL = 256 << 20  # bytes
 ALIGN = 64  # bytes
@@ -130,6 +130,23 @@ def test_refusals(run, serve, provider):
     assert other.leave() == client.leave() == WHOLE
     assert not server.errors()
     server.check_client(*server.entry.short)
+    server.stop()
+
+
+def test_many_pieces(run, tmp_path):
+    """A client has so many pieces at most, 3 here. It gets another one for one that it
+    gives back."""
+    few = build_variant(tmp_path, "8_malloc", ("kMaxBlocks = 10'000;", "kMaxBlocks = 3;"))
+    server = Server(run, few, "8_malloc")
+    client, other = Borrower(run, server), Borrower(run, server)
+    addr, *_ = [client.borrow(1) for _ in range(3)]
+    refused = client.ask(MALLOC, 1)
+    assert "too many pieces" in refused.error and refused.lent == 3 * ALIGN
+    other.borrow(1)
+    client.give_back(addr)
+    client.borrow(1)
+    client.leave()
+    assert other.leave() == WHOLE
     server.stop()
 
 

@@ -417,16 +417,16 @@ def test_server_interrupted_at_first_contact(run, serve, program, provider):
 TERRIBLE = b"\x9b" + \
     "no\x1b[2J\a\r\x9b31m\x7f\u2028\u202e\u2066, gr\u00fc\u00dfe".encode()
 # A pattern. \x9b is two bytes in UTF-8, the marks after \x7f are three each.
-HARMLESS = r"\?no\?\[2J\?{4}31m\?{10}, gr\u00fc\u00dfe"
+HARMLESS = r"\?no\?\[2J\?{4}31m\?{10}, gr\?{4}e"
 
 
 def check_harmless(process):
-    assert not re.search(r"[^\n -~\xa0-\u1fff]", process.output), process.output
+    assert not re.search(r"[^\n -~]", process.output), process.output
 
 
 @pytest.mark.parametrize("program", ["4_hello", "5_reverse"])
 def test_terrible_texts_of_clients(run, serve, program):
-    """A server prints a text as it is, but for what its terminal would obey."""
+    """A server prints a text as it is, but for all that is not plain ASCII."""
     server = serve(program)
     client = FakeClient(run, server)
     text = TERRIBLE

@@ -75,8 +75,10 @@ def test_short_keys(serve, provider):
 def test_truncated(run, serve, program):
     """Where a message that is longer than its RECV is no error, it is one to us: its end
     is not in our buffer."""
+    # The endpoint of 4_hello has no event queue: it comes with chapter 5.
+    without = {"NO_EVENT_QUEUE": "1"} if program == "4_hello" else {}
     server = serve(program, LD_PRELOAD=PRELOAD["LD_PRELOAD"], TRUNCATES="1",
-                   REORDER_MS="0")
+                   REORDER_MS="0", **without)
     if provider_in(server.process.output) != "tcp;ofi_rxm":
         pytest.skip("others don't say how long the message was")
     client = FakeClient(run, server)

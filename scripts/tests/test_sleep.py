@@ -8,10 +8,10 @@ import time
 
 import pytest
 
-from fakes import FakeClient, new_nonce
+from fakes import FakeClient, FakeServer, new_nonce
 from harness import BUILD, PROVIDERS, Server, provider_in
 from marks import not_over_verbs
-from messages import BYE, base
+from messages import BYE, TEXT, base
 from repository import ROOT, build_variant
 from test_strict import SHORT_DELAYS, check_rules
 
@@ -100,6 +100,19 @@ def test_client_asleep(serve):
     for client in clients:
         assert client.wait(8) == 1, client.output
         assert client.output.endswith("error: interrupted\n")
+
+
+def test_a_later_answer(run):
+    """A client compares each answer, though it prints the first one only."""
+    server = FakeServer(run, BUILD, PROGRAM)
+    for _ in range(2):
+        text = server.receive()
+        server.send(base(TEXT) + text[:7:-1])
+    assert server.receive()[:8] == base(TEXT)
+    server.send(base(TEXT) + b"another")
+    assert server.receive() == base(BYE)
+    assert server.client.wait(30) == 1
+    assert server.client.output.endswith("error: the text is not correct: another\n")
 
 
 # ---- No time-out wakes anybody ----

@@ -18,7 +18,7 @@ from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
                      Server, provider_in)
 from marks import not_over_verbs
 from messages import (ALIVE, BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
-                      TABLE_ALIVE, TEXT, base)
+                      TABLE_ALIVE, TEXT, USAGE, base, request)
 from repository import build_variant
 from table import TABLE
 
@@ -239,22 +239,25 @@ def test_server_killed_while_others_wait(run, serve, program, signum):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program,alive", [("8_malloc", ALIVE),
-                                           ("10_lock", TABLE_ALIVE)])
-def test_idle_clients(run, tmp_path, program, alive):
+@pytest.mark.parametrize("program,alive,question", [
+    ("8_malloc", ALIVE, request(USAGE)), ("10_lock", TABLE_ALIVE, base(JOIN))],
+    ids=["8_malloc", "10_lock"])
+def test_idle_clients(run, tmp_path, program, alive, question):
     """A client that only says that it is alive loses its place, once others wait. One
-    that says what it has done keeps it. The limit of a minute is 6 s here."""
+    that says what it has done keeps it, and so does one that asks for something. The
+    limit of a minute is 6 s here."""
     server = Server(run, build_variant(tmp_path, program,
                                        ("kIdleLimit = 60s", "kIdleLimit = 6s")), program)
     idle = [FakeClient(run, server) for _ in range(PLACES)]
     for client in idle:
         client.open_session()
-    worker = idle.pop(0)
+    worker, asker = idle.pop(0), idle.pop(0)
     finished = itertools.count(1)
     client = server.start_client(*TABLE[program].quick)
     began = time.monotonic()
     # By itself: a message of one that is out already may take 20 s to fail.
-    with worker.saying(lambda: base(alive) + next(finished).to_bytes(8, "little")):
+    with worker.saying(lambda: base(alive) + next(finished).to_bytes(8, "little")), \
+            asker.saying(question, answered=True):
         while client.popen.poll() is None:
             assert time.monotonic() - began < 100
             for fake in idle:
@@ -263,8 +266,9 @@ def test_idle_clients(run, tmp_path, program, alive):
             time.sleep(1)
     assert client.wait() == 0, client.output
     assert "does nothing, and others wait" in server.process.output
-    worker.send(base(BYE))
-    worker.expect("Done")
+    for client in worker, asker:
+        client.send(base(BYE))
+        client.expect("Done")
     server.stop()
 
 

@@ -5,6 +5,7 @@ touch it, and that shows what an adapter has written only after a flush."""
 
 import os
 import re
+import signal
 import subprocess
 
 import pytest
@@ -44,6 +45,9 @@ SHORT_DELAYS = {
 LAST_LINES = {"4_hello": "^Received ",
               "13_crowd": "^0 clients, [1-9][0-9]* requests so far$"}
 SLEEPERS = [program for program in ("12_sleep", "13_crowd") if program in PROGRAMS]
+# By design, 4_hello breaks one of the rules: it has no event queue, which comes with
+# chapter 5.
+BROKEN = {"4_hello": {"eq"}}
 # How long the other side may take to learn that this one has given up.
 SOON = 5  # seconds
 
@@ -61,12 +65,13 @@ def strict(run):
     return start
 
 
-def check_rules(*processes):
-    """No rule has been broken by processes that have ended."""
+def check_rules(*processes, broken=frozenset()):
+    """No rule has been broken by processes that have ended, but for these."""
     for process in processes:
-        assert "strict: VIOLATION" not in process.output, process.output
-        assert re.search(r"^strict: seen .* rules broken: 0 ", process.output, re.M), \
+        assert set(re.findall("strict: VIOLATION of (.*?):", process.output)) == broken, \
             process.output
+        assert re.search(rf"^strict: seen .* rules broken: {len(broken)} ",
+                         process.output, re.M), process.output
 
 
 def check_transfer(server, *args, **env):
@@ -76,7 +81,7 @@ def check_transfer(server, *args, **env):
     # The last message of the client has reached it, too.
     server.process.wait_for(LAST_LINES.get(server.program, r"^\[1\] Done\.$"), SOON)
     server.stop()
-    check_rules(client, server.process)
+    check_rules(client, server.process, broken=BROKEN.get(server.program, set()))
     assert not server.errors(), server.process.output
     return client
 
@@ -92,6 +97,22 @@ def test_slow_endpoints(strict, provider):
     assert any("can't serve us yet" in client.output for client in clients)
     server.stop()
     check_rules(*clients, server.process)
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_interrupted_before_first_contact(strict, program):
+    """A client that is interrupted while it still opens its endpoint turns to nobody any
+    more."""
+    server = strict(program, "shm")
+    args = ["get", "key"] if program == "13_crowd" else server.entry.quick
+    client = server.start_client(*args, STRICT_OPEN_US="2000000")
+    client.wait_for("^Registered" if program == "11_rails" else "^domain: ")
+    client.signal(signal.SIGINT)
+    assert client.wait(20) == 1, client.output
+    assert "\nerror: interrupted\n" in client.output
+    assert not re.search("Sent|SEND=", client.output), client.output
+    server.stop()
+    assert not re.search("Received|[1-9] clients", server.process.output)
 
 
 @two_providers
@@ -119,11 +140,12 @@ def test_harsh(strict, place, program):
     check_transfer(strict(program, "shm", place, **HARSH))
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p != "4_hello"])
 def test_receipt_fails(strict, program):
     """A RECV completes, the packet that tells its sender so does not arrive, and there
     is a second entry, an error, for the same operation. It is no operation in flight
-    any more, so this costs nobody anything."""
+    any more, so this costs nobody anything. (4_hello does not know what is in flight:
+    that comes with chapter 5.)"""
     check_transfer(strict(program, "shm", STRICT_RECEIPT_FAILS="100", STRICT_WAIT="1",
                           STRICT_EAGAIN="0"))
 
@@ -184,11 +206,12 @@ def test_long_pages(strict, program):
 
 @pytest.mark.skipif("11_rails" not in PROGRAMS, reason="the tests know nothing of it")
 @pytest.mark.parametrize("rails,given_up,failure", [
-    ("2", 1, {"STRICT_WRITE_FAILS": "2"}), ("4", 2, {"STRICT_ONCE": "1"})],
-    ids=["write", "memory"])
+    ("2", 1, {"STRICT_WRITE_FAILS": "2"}), ("4", 2, {"STRICT_ONCE": "1"}),
+    ("2", 1, {"STRICT_NO_ROOM": "2"})], ids=["write", "memory", "room"])
 def test_rail_fails(strict, rails, given_up, failure):
-    """One of two adapters does not do its part: a WRITE of it fails, or it has no room
-    for the pages, whichever of its rails asks. The other one does the work."""
+    """One of two adapters does not do its part: a WRITE of it fails, it has no room for
+    the pages, whichever of its rails asks, or none for any WRITE. The other one does the
+    work."""
     server = strict("11_rails", "shm", STRICT_ADAPTERS="2", **failure)
     client = server.check_client(*ARGUMENTS["11_rails"], timeout=20,
                                  STRICT_ADAPTERS=rails)
@@ -254,6 +277,16 @@ class TestGpu:
         other = server.check_client(*ARGUMENTS[program], CUDA_STUB_FAIL="")
         server.stop()
         check_rules(client, other, server.process)
+
+    @pytest.mark.parametrize("program", ["6_write", "7_queue", "11_rails"],
+                             ids="{}-gpu".format)
+    def test_shm(self, strict, program):
+        """Over shm, what is in host memory has been copied when its WRITE completes. Of
+        GPU memory a program has to ask for that."""
+        server = strict(program, "shm", CUDA, STRICT_NAME="shm", STRICT_DELAY_US="200000")
+        client = check_transfer(server, *ARGUMENTS[program], STRICT_DELAY_US="0",
+                                STRICT_CQ_DELAY_US="0")
+        assert "provider: shm" in client.output and " on cuda:0" in client.output
 
     def test_header(self):
         """cuda_runtime.h says the same as the toolkit's own header, where there is

@@ -12,7 +12,9 @@ import xml.dom.minidom
 
 import pytest
 
+from fakes import FakeClient
 from harness import BUILD, OVER_VERBS, PROGRAMS, PROVIDERS, ROOT, Server
+from messages import ACCEPT, base
 from repository import QUICKLY, make, number
 
 sys.path.append(f"{ROOT}/scripts/watch")
@@ -99,30 +101,29 @@ def test_no_false_alarm(tmp_path, program, provider):
     assert "RECV completed: " in (tmp_path / "trace.txt").read_text()
 
 
-@pytest.mark.parametrize("behind,arguments", [
-    ("reorder.so", []), ("strict.so", [])])
-def test_behind(tmp_path, behind, arguments):
+@pytest.mark.parametrize("behind", ["reorder.so", "strict.so"])
+def test_behind(tmp_path, behind):
     """With a library between itself and libfabric, it sees what the program sees."""
-    status, output, run = watch(
-        tmp_path, f"{BUILD}/6_write", *arguments, STRICT_DIR=str(tmp_path),
-        LD_PRELOAD=os.path.abspath(f"{ROOT}/{BUILD}/{behind}"))
+    status, output, run = watch(tmp_path, f"{BUILD}/6_write",
+                                BEHIND=os.path.abspath(f"{ROOT}/{BUILD}/{behind}"))
     assert status == 0, output
     assert not run.wrongs, output
 
 
-# What the recorder names in the broken programs, over plain tcp.
+# What the recorder names in the broken programs, over plain tcp, and what they are run with.
 # In break-9, the server's own thread still saves what is overwritten.
-BREAKS = {"2_first": ("flight", ["x" * 20000]), "6_write": ("number", []),
-          "9_file": ("lent", [])}
+BREAKS = {"2_first": ("flight", [], {}), "6_write": ("number", [], {}),
+          "9_file": ("lent", [], {}),
+          "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "1"})}
 
 
 @pytest.mark.parametrize("program", BREAKS)
 def test_break(tmp_path, program):
     """What a laptop hides: the client says that all is well."""
-    rule, arguments = BREAKS[program]
+    rule, arguments, env = BREAKS[program]
     make(f"break-{number(program)}", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
     folder = tmp_path / "records"
-    status, output, run = watch(folder, f"{tmp_path}/break/{program}", *arguments)
+    status, output, run = watch(folder, f"{tmp_path}/break/{program}", *arguments, **env)
     assert status == 1, output
     assert RULES[rule] in rules(run.wrongs), output
     assert f"(chapter {model.RULES[rule][1]})" in output
@@ -130,7 +131,8 @@ def test_break(tmp_path, program):
 
 def test_by_hand(run, tmp_path):
     """In two terminals, as the page says; the client is killed, and its records stay."""
-    env = {"WATCH": str(tmp_path), "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/watch.so")}
+    folder = tmp_path / "new"
+    env = {"WATCH": str(folder), "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/watch.so")}
     server = Server(run, BUILD, "7_queue", "tcp", **env)
     client = server.start_client("4096", "1000", "100000")
     server.process.wait_for("WRITE: ", timeout=30)
@@ -139,11 +141,11 @@ def test_by_hand(run, tmp_path):
     server.process.wait_for(r"^\[1\] error: ", timeout=60)
     server.check_client("4096", "64", "1")
     server.stop()
-    done = subprocess.run(["make", "-s", "watch", f"DIR={tmp_path}", f"BUILD={BUILD}"],
+    done = subprocess.run(["make", "-s", "watch", f"DIR={folder}", f"BUILD={BUILD}"],
                           cwd=ROOT, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "processes" in done.stdout
-    found = model.load(str(tmp_path))
+    found = model.load(str(folder))
     assert sorted(p.name for p in found.ps) == ["client 1", "client 2", "server"]
     assert sorted(p.ended for p in found.ps) == [False, True, True]
     assert not found.wrongs
@@ -168,6 +170,32 @@ def test_trap(tmp_path):
     assert any(t.trap for p in run.ps for t in p.touches)
     lines = {model.place(t.where) for p in run.ps for t in p.touches if t.trap}
     assert any(re.fullmatch(r"6_write\.cpp:\d+ in \w.*", line) for line in lines), lines
+
+
+@pytest.mark.parametrize("program", ["7_queue", "9_file", "11_rails"])
+def test_one_endpoint_a_round(run, tmp_path, program):
+    """A server that finds several CONNECTs together opens an endpoint for one of them, and
+    looks at its clients before it opens the next one."""
+    server = Server(run, BUILD, program, "tcp", WATCH=str(tmp_path),
+                    LD_PRELOAD=os.path.abspath(f"{ROOT}/{BUILD}/watch.so"))
+    clients = [FakeClient(run, server) for _ in range(3)]
+    for client in clients:  # so that they are connected
+        client.send(b"")
+    server.process.wait_for("^error: bad message: ", count=len(clients))
+    server.process.signal(signal.SIGSTOP)
+    for client in clients:
+        client.send(client.connect())
+    server.process.signal(signal.SIGCONT)
+    for client in clients:
+        assert client.receive()[:8] == base(ACCEPT)
+    server.stop()
+    [path] = glob.glob(f"{tmp_path}/*.watch")
+    process = model.read_process(path)
+    opened = sorted(ep.t0 for ep in process.eps.values())[-len(clients):]
+    # When it has accepted a client, it knows its address.
+    accepted = sorted(time for peers in process.peers.values() for time, _ in peers)
+    assert len(accepted) == len(clients)
+    assert all(known < later for known, later in zip(accepted, opened[1:]))
 
 
 def test_no_records(tmp_path):

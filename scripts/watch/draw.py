@@ -61,7 +61,22 @@ def unseen(run):
         yield ("where the program reads memory that is not its own, or writes memory that it has "
                "lent: WATCH_TRAP=1 sees that, slowly (not over shm and sockets)")
     else:
-        yield "touches of buffers that share a page with something else"
+        shared = {op.addr for p in run.ps for op in p.ops.values() if op.size and
+                  not has_page(op.region or op, op)}
+        if shared:
+            share = "shares" if len(shared) == 1 else "share"
+            yield (f"touches of {plural(len(shared), 'buffer')} that {share} a page with something "
+                   "else: aligned_alloc(4096, …) and whole pages make them visible")
+    yield "what goes wrong only when completions come in another order than in this run"
+
+
+def has_page(region, op):
+    """Whether a buffer has a page of its own. A region that begins with a page has its last
+    one, too."""
+    end = region.addr + region.size
+    last = -(-end // 4096) * 4096 if region.addr % 4096 == 0 else end // 4096 * 4096
+    return min(-(-(op.addr + op.size) // 4096) * 4096, last) > max(
+        op.addr // 4096 * 4096, -(-region.addr // 4096) * 4096)
 
 
 def summary(run):
@@ -70,7 +85,7 @@ def summary(run):
     lines += [f"look:  {finding(run, w)}" for w in run.notes]
     count = sum(len(p.ops) for p in run.ps)
     lines.append(f"{outcome(run)[0].upper()}{outcome(run)[1:]} in {plural(count, 'operation')} of "
-                 f"{len(run.ps)} processes.")
+                 f"{plural(len(run.ps), 'process')}.")
     return lines + [f"Not seen: {what}." for what in unseen(run)]
 
 
@@ -554,13 +569,21 @@ def draw_lane(run, lane, axis):
                f'd="M{x - 7:.1f},{lane.y + 5}l14,14m-14,0l14,-14"/>')
 
 
+def free_place(begin, end, marks):
+    """The widest part of a box that no mark is on: where it begins, and how wide it is."""
+    inside = sorted(x for x in marks if begin < x < end)
+    parts = zip([begin, *(x + 8 for x in inside)], [*(x - 8 for x in inside), end])
+    a, b = max(parts, key=lambda part: part[1] - part[0])
+    return a, b - a
+
+
 def lane_words(lane, axis):
     """What is in the pieces of a lane, where there is room."""
     if lane.thin or lane.is_map:
         return
     covered = lane.waits + [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
     for t0, t1, owner, content, _, row in lane.pieces:
-        x, width = axis(t0), axis(t1) - axis(t0)
+        x, width = free_place(axis(t0), axis(t1), [axis(t) for t in lane.marks])
         if not fits("#1", width):
             continue
         if owner == "mine" and any(a < t1 and t0 < b for a, b, *_ in covered):
@@ -596,8 +619,9 @@ def draw_map(run, lane, axis):
         back = (told(run, op) or lane.end) if remote else op.end
         for t0, t1, colour in ((lane.begin, begin, "pale-green"),
                                (begin, op.t0, "pale-amber" if remote else "pale-green"),
-                               (op.t0, op.end, "red" if op.wrong else "blue"),
-                               (op.end, back, "pale-red" if op.wrong else "pale-blue"),
+                               (op.t0, min(op.end, lane.end), "red" if op.wrong else "blue"),
+                               (op.end, min(back, lane.end),
+                                "pale-red" if op.wrong else "pale-blue"),
                                (back, lane.end, "pale-green")):
             if t1 > t0:
                 yield (f'<rect fill="{style.PALETTE[colour]}" x="{axis(t0):.1f}" '
@@ -861,7 +885,7 @@ def page(picture, lines, found, title):
 :root {{ color-scheme: light dark }}
 body {{ margin: 1em; font: 15px/1.4 Helvetica, Arial, "Liberation Sans", sans-serif }}
 .wide {{ overflow-x: auto }}
-.wide svg {{ max-width: 100%; min-width: 800px; height: auto }}
+.wide svg {{ max-width: 100%; min-width: 1000px; height: auto }}
 .wrong {{ color: #cf222e; font-weight: bold }} .look {{ color: #8a5a00 }}
 @media (prefers-color-scheme: dark) {{
   body {{ background: #0d1117; color: #e6edf3 }}

@@ -30,8 +30,10 @@ RECORD = struct.Struct("<QBBHI8Q")
 REMOTE = 1 << 12 | 1 << 13  # FI_REMOTE_READ, FI_REMOTE_WRITE
 HAS_IMM, DELIVERED, INJECTED = 0x80, 0x40, 0x20
 TRUNCATED = 265  # FI_ETRUNC
-# enum fi_op: those whose result is known from what they brought and what they found.
-SUM, SWAP = 2, 11
+# enum fi_op: those whose result is known from what they brought and what they found. A
+# swap is an ATOMIC_WRITE that fetches.
+SUM, JUST_READ, SWAP, COMPARE_SWAP = 2, 10, 11, 12
+FETCHES, IS_WORD = 0x100, 0x200
 LATER = 1 << 63
 
 
@@ -46,14 +48,16 @@ class Op:
     __slots__ = ("p", "id", "what", "ep", "addr", "size", "peer", "t0", "t1", "raddr", "rkey",
                  "data", "imm", "sum", "atomic", "pieces", "length", "error", "errno", "text",
                  "got", "notice", "match", "target", "there", "offset", "region", "inject",
-                 "delivered", "wrong", "end", "count", "level")
+                 "delivered", "wrong", "end", "count", "level", "expected")
 
     def __init__(self, p, number, bits, ep, time, v, text):
         self.p, self.id, self.what, self.ep, self.t0 = p, number, bits & 15, ep, time
         self.addr, self.size, self.peer, self.raddr, self.rkey, self.data, self.sum, self.atomic = v
         self.imm = self.data if bits & HAS_IMM else None
         self.inject, self.delivered = bool(bits & INJECTED), bool(bits & DELIVERED)
-        self.t1 = time if self.inject else None
+        # Its buffer is free again at once. When a WRITE has arrived, nothing tells.
+        self.t1 = time if self.inject and self.what == SEND else None
+        self.expected = self.sum if self.what == ATOMIC else None
         self.pieces = [(self.addr, self.size)]
         self.text, self.error, self.errno, self.length, self.got = text, "", 0, None, 0
         self.notice = self.match = self.target = self.there = self.region = None
@@ -64,6 +68,15 @@ class Op:
 
     def is_target(self):
         return self.what in (RECV, READ)
+
+    def makes(self):
+        """What it has made of a word, or None if that isn't known."""
+        if self.what != ATOMIC or self.atomic & ~0xff != FETCHES | IS_WORD or self.error or \
+                not self.t1:
+            return None
+        return {SUM: self.got + self.data & (1 << 64) - 1, JUST_READ: self.got, SWAP: self.data,
+                COMPARE_SWAP: self.data if self.got == self.expected else self.got
+                }.get(self.atomic & 0xff)
 
 
 # ---- Reading ----
@@ -89,6 +102,7 @@ def records(path):
 
 
 def read_process(path):
+    early = {}  # completions that another thread had read before their post was noted
     p = Thing(path=path, regions=[], ops={}, eps={}, peers={}, notices=[], touches=[], found=[],
               rooms=[], lost=0, end=0, pid=0, arguments=[], start=None, ended=False,
               checked=False, trapped=False)
@@ -114,15 +128,14 @@ def read_process(path):
             p.peers.setdefault((thing, v[0]), []).append((time, text.rstrip(b"\0")))
         elif kind == POST:
             p.ops[number] = Op(p, number, what, p.eps[thing], time, v, text)
+            if number in early:
+                complete(p.ops[number], *early.pop(number))
         elif kind == PIECE and number in p.ops:
             p.ops[number].pieces.append((v[0], v[1]))
         elif kind == COMPLETE and number in p.ops:
-            op = p.ops[number]
-            op.t1, op.length, op.errno, op.got = time, v[0], v[2], v[3]
-            if v[2]:
-                op.error = text.decode(errors="replace") or f"error {v[2]}"
-            elif op.what == RECV:
-                op.text = text
+            complete(p.ops[number], time, v, text)
+        elif kind == COMPLETE:
+            early[number] = time, v, text
         elif kind == NOTICE:
             p.notices.append(Thing(p=p, t=time, cq=thing, data=v[0], op=None))
         elif kind == NO_ROOM:
@@ -139,6 +152,14 @@ def read_process(path):
         elif kind == END:
             p.lost, p.ended = v[0], True
     return p
+
+
+def complete(op, time, v, text):
+    op.t1, op.length, op.errno, op.got = time, v[0], v[2], v[3]
+    if v[2]:
+        op.error = text.decode(errors="replace") or f"error {v[2]}"
+    elif op.what == RECV:
+        op.text = text
 
 
 def load(folder, source=""):
@@ -175,7 +196,7 @@ def place_ops(p):
         twins[region.addr, region.size] = region.twin
     count = 0
     for op in p.ops.values():
-        op.end = op.t1 or op.ep.t1 or p.end
+        op.end = op.t0 if op.inject else op.t1 or op.ep.t1 or p.end
         if op.what >= WRITE:
             count += 1
             op.count = count
@@ -354,18 +375,15 @@ def match_words(run):
         for region in p.regions:
             makers, ops = {}, []
             for op in region.remote:
-                if op.what != ATOMIC and not (op.what in (READ, WRITE) and op.size == 8):
-                    continue
-                if op.what == ATOMIC and op.atomic in (SUM, SWAP) or op.atomic not in (SUM, SWAP):
+                made = op.makes()
+                if made is not None:
+                    makers.setdefault((op.offset, made), []).append((op.t0, op.id, op))
+                if made is not None or op.what == READ and op.size == 8:
                     ops.append(op)
-            for op in ops:
-                if op.what == ATOMIC and op.t1 and not op.error:
-                    new = op.got + op.data & (1 << 64) - 1 if op.atomic == SUM else op.data
-                    makers.setdefault((op.offset, new), []).append((op.t0, op.id, op))
             for list_ in makers.values():
                 list_.sort(key=lambda item: item[:2])
             for op in ops:
-                if op.what == WRITE or not op.t1 or op.error:
+                if not op.t1 or op.error:
                     continue
                 list_ = makers.get((op.offset, op.got), [])
                 for t0, _, maker in reversed(list_[:bisect.bisect_left(list_, (op.t1,))]):
@@ -436,6 +454,7 @@ def told(run, op):
 RULES = {
     "flight": ("From its post to its completion, a buffer belongs to libfabric", "4"),
     "number": ("A number says nothing of WRITEs that had not completed when it was posted", "6"),
+    "told": ("The owner knows that a WRITE is there by what was posted after its completion", "6"),
     "lent": ("Memory that you have lent is not yours until you have been told", "6"),
     "credit": ("A slot is lent again only when what was in it has been saved", "9"),
     "writers": ("Two WRITEs to one place need an order: a completion, and word of it", "8"),
@@ -486,6 +505,8 @@ class Finder:
                 self.conflicts(region)
                 self.touched(region)
                 self.unsaved(region)
+                self.untold(region)
+                self.made(region)
                 self.closed(region)
         for found in run.wrongs, run.notes:
             found.sort(key=lambda w: w.t)
@@ -549,7 +570,8 @@ class Finder:
                 self.wrong(p, op.t1, "failed", f"{label(self.run, op)} has failed: {op.error}",
                            op, sure=False, key=(op.what, op.error))
         for ep in p.eps.values():
-            cut = [op for op in p.ops.values() if op.ep is ep and op.what != RECV and not op.t1]
+            cut = [op for op in p.ops.values() if op.ep is ep and op.what != RECV and not op.t1
+                   and not op.inject]
             if cut and ep.t1:
                 self.wrong(p, ep.t1, "once", f"{plural(len(cut), NAMES[cut[0].what])} had not "
                            f"completed when endpoint {ep.number} was closed: nobody knows what "
@@ -565,7 +587,7 @@ class Finder:
             while heap and heap[0][0] <= op.t0:
                 heapq.heappop(heap)
             if op.what == WRITE and op.imm is None:
-                heapq.heappush(heap, (op.end, op.id, op))
+                heapq.heappush(heap, (LATER if op.inject else op.end, op.id, op))
                 continue
             if not heap:
                 continue
@@ -585,7 +607,8 @@ class Finder:
                        f"number {op.imm} was posted while {plural(len(heap), 'WRITE')} to the "
                        f"same memory {'were' if len(heap) > 1 else 'was'} in flight, and says "
                        f"nothing about {'these' if len(heap) > 1 else 'it'}{then}",
-                       region=region, ops=under_way, key="number")
+                       region=region, ops=under_way, key="number",
+                       sure=not all(o.inject for o in under_way))
 
     def conflicts(self, region):
         """Operations of the same bytes without an order, one of which changes them."""
@@ -631,16 +654,16 @@ class Finder:
         list_[:] = [*over.values(), *[o for o in list_ if not o.t1 or o.t1 > op.t0][-8:], op]
 
     def conflict(self, region, old, op):
-        kinds = {old.what, op.what}
+        kinds, sure = {old.what, op.what}, not old.inject
         where = f"{size(op.size)} at {size(op.offset)} of region {region.id} of {region.p.name}"
         if kinds == {ATOMIC, WRITE}:
             self.wrong(op.p, op.t0, "words", f"{label(self.run, op)} and {label(self.run, old)}"
                        f"{of(old, op)} change {where}, and neither is known to come first",
-                       op, region, ops=(old,), key="words")
+                       op, region, ops=(old,), sure=sure, key="words")
         elif kinds == {WRITE}:
             self.wrong(op.p, op.t0, "writers", f"{label(self.run, op)} goes where "
                        f"{label(self.run, old)}{of(old, op)} goes, {where}, "
-                       f"{still(old, op)}", op, region, ops=(old,), key="writers")
+                       f"{still(old, op)}", op, region, ops=(old,), sure=sure, key="writers")
         else:  # a READ and a WRITE
             reader, writer = (op, old) if op.what == READ else (old, op)
             mine = old.p is op.p
@@ -648,7 +671,7 @@ class Finder:
                        f"what {label(self.run, writer)}{of(writer, op)} changes, {where}, "
                        f"{still(old, op)}" + ("" if mine else ": fine only if what was READ is "
                                               "checked afterwards"),
-                       op, region, ops=(old,), sure=mine, key="read")
+                       op, region, ops=(old,), sure=mine and sure, key="read")
 
     def touched(self, region):
         """Has the owner touched a place while a WRITE to it, or a READ of it, could come?"""
@@ -676,40 +699,123 @@ class Finder:
                     continue
                 verb = "written" if touch.into else "read"
                 if op.t0 > touch.t1:
-                    state = (f"it was posted {span(op.t0 - touch.t1)} later, and nothing had lent "
-                             "that place again")
+                    state = (f"it was posted {span(op.t0 - touch.t1)} later, and nothing that was "
+                             "posted in between had lent that place again")
                 elif not op.t1:
                     state = "it never completed"
                 elif op.t1 > touch.t0:
                     state = f"it completed {span(op.t1 - touch.t0)} later"
                 else:
                     state = "it had completed, but nobody had said so"
-                self.wrong(region.p, touch.t0, "lent",
-                           f"{size(touch.size)} at {size(touch.addr - region.addr)} of region "
-                           f"{region.id} {'is' if touch.size == 1 else 'are'} {verb} while "
+                at = touch.addr - region.addr
+                what = f"byte {at} of region {region.id} is" if touch.size == 1 else \
+                    f"{size(touch.size)} at {size(at)} of region {region.id} are"
+                self.wrong(region.p, touch.t0, "lent", f"{what} {verb} while "
                            f"{label(run, op)} of {op.p.name} may be in flight there: {state} "
-                           f"({how(touch)})", op, region, key=("race", how(touch), op.what))
+                           f"({how(touch)})", op, region, sure=not op.inject,
+                           key=("race", how(touch), op.what))
 
     def unsaved(self, region):
-        """A program that takes what has come with pwrite: has it, before the next came?"""
+        """What was told with a number, and is overwritten before the owner has answered;
+        or before a program that takes it with pwrite has done so."""
         saves = Places()
         for touch in region.touches:
             if not touch.into and not touch.trap:
                 saves.add(touch.addr - region.addr, touch.size, touch)
-        if not saves.classes:
-            return
         last = {}
         for op in region.remote:
-            if op.what != WRITE:
+            if op.what != WRITE or op.error:
                 continue
             before, last[op.offset] = last.get(op.offset), op
             known = before and told(self.run, before)
+            if before and before.imm is not None and before.p is op.p and before.t1 and \
+                    before.t1 <= op.t0 and before.sum != op.sum and before.notice and \
+                    self.run.clocks.knows(op.p, op.t0, region.p) < before.notice:
+                self.wrong(op.p, op.t0, "credit", f"{label(self.run, op)} goes over "
+                           f"{label(self.run, before)}, at {size(op.offset)} of region "
+                           f"{region.id} of {region.p.name}, which was told of that with number "
+                           f"{before.imm}, and has said nothing since", op, region,
+                           ops=(before,), key="over")
+                continue
+            if not saves.classes:
+                continue
             if before and not any(known and known <= touch.t0 < op.t0 for touch in
                                   saves.overlapping(op.offset, 1)):
                 self.wrong(region.p, op.t0, "credit", f"{label(self.run, op)} came over the "
                            f"{size(before.size)} of {label(self.run, before)} at "
                            f"{size(op.offset)}, which the program had not saved yet", op, region,
                            ops=(before,), key="over")
+
+    def untold(self, region):
+        """A WRITE that had completed, and of which its owner has never been told."""
+        run = self.run
+        if any(p.lost or not p.ended for p in run.ps):
+            return
+        readers = Places()
+        for op in region.remote:
+            if op.what != WRITE and not op.error:
+                readers.add(op.offset, op.size, op)
+        # Where a conversation was broken off, there was nothing to tell.
+        cut = {op.ep for op in region.remote if not op.t1 or op.error}
+        never = [op for op in region.remote if op.what == WRITE and op.t1 and not op.error and
+                 not op.wrong and not op.notice and op.ep not in cut and
+                 not (op.target.t1 and op.target.t1 < op.t1) and
+                 not any(run.clocks.when(op.p, op.t1, p) for p in run.ps if p is not op.p) and
+                 not any(o.t0 >= op.t1 for o in readers.overlapping(op.offset, op.size))]
+        if not never:
+            return
+        op = never[0]
+        early = max((e for e in run.edges if e.a is op.p and e.b is region.p and e.op and
+                     op.t0 <= e.t0 < op.t1), key=lambda e: e.t0, default=None)
+        how = "" if not early else ": {} was posted while it was in flight".format(
+            label(run, early.op) if early.op.what == SEND else f"number {early.op.imm}")
+        for op in never:
+            self.wrong(op.p, op.t1, "told", f"{label(run, op)} had completed, but nothing that was "
+                       f"posted afterwards tells {region.p.name}, whose memory it is{how}", op,
+                       region, sure=False, key="untold")
+
+    def made(self, region):
+        """A word that operations have found as none of them had left it, so that its owner
+        must have changed it. It may, while nobody else can: as often as nobody can, one
+        value comes from nowhere."""
+        run, words_ = self.run, {}
+        if any(p.lost for p in run.ps) or any(op.what == RECV and op.t1 and not op.error and
+                                              not op.match for op in region.p.ops.values()):
+            return  # there was more than was recorded
+        writes = Places()
+        for op in region.remote:
+            if op.what == ATOMIC:
+                words_.setdefault(op.offset, []).append(op)
+            elif op.what == WRITE:
+                writes.add(op.offset, op.size, op)
+        for at, ops in words_.items():
+            if any(op.makes() is None for op in ops) or any(writes.overlapping(at, 8)):
+                continue
+            # From when to when the owner has to reckon with an operation.
+            spans = sorted(((run.clocks.knows(op.p, op.t0, region.p), op.t0, op.id, op)
+                            for op in ops), key=lambda item: item[:3])
+            together, until = [], 0
+            for since, _, _, op in spans:
+                if together and since >= until:
+                    self.from_nowhere(region, at, together)
+                    together, until = [], 0
+                together.append(op)
+                until = max(until, told(run, op) or LATER)
+            self.from_nowhere(region, at, together)
+
+    def from_nowhere(self, region, at, ops):
+        left = collections.Counter(op.makes() for op in ops)
+        found = []
+        for op in sorted(ops, key=lambda op: op.t1):
+            left[op.got] -= 1
+            if left[op.got] < 0:
+                left[op.got] = 0
+                found.append(op)
+        for op in found[1:]:
+            self.wrong(region.p, op.t1, "words", f"{label(self.run, op)} of {op.p.name} found "
+                       f"{op.got} in the word at {size(at)} of region {region.id}, which no "
+                       "operation had made: the program has changed it, while others might", op,
+                       region, key=("made", at))
 
     def closed(self, region):
         """A region that is closed while others READ or WRITE it."""
@@ -766,7 +872,7 @@ def place(where):
 
 
 def plural(count, name):
-    return f"{count} {name}{'s' * (count != 1)}"
+    return f"{count} {name}{'es' if name[-1] == 's' else 's'}" if count != 1 else f"1 {name}"
 
 
 def show(byte):

@@ -33,6 +33,7 @@
 #include <functional>
 #include <set>
 #include <string>
+#include <thread>
 #include <vector>
 
 constexpr size_t kPage = 4096, kMemory = 64 * kPage, kRecvs = 8;
@@ -287,6 +288,89 @@ __attribute__((noinline)) void SendWithLocalContext(Side& side, bool wrong) {
 }
 
 using Part = std::function<void(Side&, bool wrong)>;
+using PostCall = ssize_t (*)(Side&);
+
+// Stores into a buffer that such a call has posted, before its completion or after it.
+Part StoreAround(const char* what, PostCall post) {
+  return [=](Side& s, bool wrong) {
+    s.Retry(what, [&] { return post(s); });
+    if (wrong) Store(s.own + 10, 'x');
+    s.Wait(s.Tag(1));
+    Store(s.own + 10, 'y');
+    s.Say(0, "end");
+  };
+}
+
+// Copies its buffer, so that it is ours at once; the wrong one is a call that doesn't.
+Part StoreBehind(const char* what, PostCall copies, PostCall lends) {
+  return [=](Side& s, bool wrong) {
+    s.Retry(what, [&] { return (wrong ? lends : copies)(s); });
+    Store(s.own + 10, 'x');
+    if (wrong) s.Wait(s.Tag(1));
+    s.PollFor(5);
+    s.Say(0, "end");
+  };
+}
+
+// Posts it while a WRITE to the same word is in flight, or behind it.
+Part BesideWrite(const char* what, PostCall post, bool completes = true) {
+  return [=](Side& s, bool wrong) {
+    s.PostWrite(0, 0, 8, 0, s.Tag(2));
+    if (!wrong) s.Wait(s.Tag(2));
+    s.Retry(what, [&] { return post(s); });
+    if (wrong) s.Wait(s.Tag(2));
+    if (completes) s.Wait(s.Tag(1));
+    s.Say(0, "end");
+  };
+}
+
+// A short message comes into a RECV that such a call has posted; behind it there is room.
+Part StoreBehindMessage(const char* what, PostCall post) {
+  return [=](Side& s, bool wrong) {
+    for (size_t i = 0; i < kRecvs; ++i) s.Hear();
+    s.Retry(what, [&] { return post(s); });
+    s.Say(1, "go on");
+    if (wrong) Store(s.recvs + 1000, 'x');
+    s.Hear();
+    Store(s.recvs + 1000, 'y');
+  };
+}
+const Part kNineShortOnes = [](Side& s, bool) {
+  for (size_t i = 0; i < kRecvs; ++i) s.Say(0, "short");
+  s.Hear();
+  s.Say(0, "short");
+};
+
+// What the calls take that have one argument for all.
+struct Message {
+  struct iovec iov;
+  void* desc;
+  struct fi_rma_iov place;
+  struct fi_rma_ioc word;
+  struct fi_ioc operand, expected, result;
+  void *operand_desc, *result_desc;
+
+  explicit Message(Side& s, size_t size = kPage)
+      : iov{s.own, size},
+        desc(fi_mr_desc(s.own_mr)),
+        place{g_known[0].base, size, g_known[0].key},
+        word{g_known[0].base, 1, g_known[0].key},
+        operand{s.own + kPage, 1},
+        expected{s.own + 2 * kPage, 1},
+        result{s.own + 3 * kPage, 1},
+        operand_desc(desc),
+        result_desc(desc) {}
+  struct fi_msg Send(Side& s) {
+    return {&iov, &desc, 1, s.peers[0], s.Tag(1), 7};
+  }
+  struct fi_msg_rma Rma(Side& s) {
+    return {&iov, &desc, 1, s.peers[0], &place, 1, s.Tag(1), 7};
+  }
+  struct fi_msg_atomic Atomic(Side& s, enum fi_op what = FI_SUM) {
+    return {&operand, &operand_desc, 1,    s.peers[0], &word,
+            1,        FI_UINT64,     what, s.Tag(1),   0};
+  }
+};
 struct Case {
   const char *name, *rule;
   bool trap;
@@ -383,6 +467,29 @@ const std::vector<Case> kCases = {
        s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
        if (!wrong) s.Wait(s.Tag(1));
        s.PostWriteNumber(0, 8 * kPage, kPage, 8 * kPage, 7, s.Tag(2));
+       if (wrong) s.Wait(s.Tag(1));
+       s.Wait(s.Tag(2));
+     }},
+    {"number-over-number", "credit", false,
+     [](Side& s, bool wrong) {
+       for (int i = 0; i < 3; ++i) {
+         s.HearNumber();
+         if (!wrong) s.Say(1, "credit");
+       }
+     },
+     [](Side& s, bool wrong) {
+       for (int i = 0; i < 3; ++i) {
+         s.own[0] = static_cast<char>('a' + i);
+         s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+         s.Wait(s.Tag(1));
+         if (!wrong) s.Hear();
+       }
+     }},
+    {"told-nobody", "told", false, [](Side& s, bool) { s.Hear(); },
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, 16 * kPage, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.PostSend(0, s.own + kMemory - kPage, 20, s.Tag(2));
        if (wrong) s.Wait(s.Tag(1));
        s.Wait(s.Tag(2));
      }},
@@ -493,7 +600,8 @@ const std::vector<Case> kCases = {
        s.Say(0, "bye");
        if (wrong) s.Wait(s.Tag(1));
      }},
-    {"use-after-free", "lent", true,  // of memory that was borrowed: chapter 8
+    {"use-after-free", "lent",
+     true,  // of memory that was borrowed: chapter 8
      [](Side& s, bool) {
        s.Say(1, "borrow it");
        s.Hear();
@@ -551,7 +659,8 @@ const std::vector<Case> kCases = {
        s.Say(0, "done");
        if (wrong) s.Hear();
      }},
-    {"told-too-early", "writers", false,  // as above, but the first one lies
+    {"told-too-early", "writers",
+     false,  // as above, but the first one lies
      [](Side& s, bool) {
        s.Hear();
        s.Say(2, "it is free");
@@ -634,6 +743,63 @@ const std::vector<Case> kCases = {
        s.Say(0, "done");
        if (wrong) s.Hear();
      }},
+    {"operand-store", "flight", false, kListens,
+     [](Side& s, bool wrong) {
+       s.PostAdd(0, 0, s.Tag(1));
+       if (wrong) Store(s.own + kMemory - 2 * kPage, 5);
+       s.Wait(s.Tag(1));
+       Store(s.own + kMemory - 2 * kPage, 5);
+       s.Say(0, "end");
+     }},
+    {"other-thread-polls", "flight", false, kListens,
+     [](Side& s, bool wrong) {
+       std::atomic<int> count = 0;
+       std::atomic<bool> through = false;
+       std::thread polls([&] {
+         while (!through) {
+           struct fi_cq_data_entry entry;
+           if (fi_cq_read(s.cq, &entry, 1) == 1) ++count;
+         }
+       });
+       for (int i = 0; i < 50; ++i) {
+         while (fi_write(s.ep, s.own, 2000, fi_mr_desc(s.own_mr), s.peers[0],
+                         g_known[0].base, g_known[0].key,
+                         s.Tag(1)) == -FI_EAGAIN) {
+         }
+         if (wrong) Store(s.own + i, static_cast<char>('a' + i % 26));
+         while (count <= i) std::this_thread::yield();
+         Store(s.own + i, 'z');
+       }
+       through = true;
+       polls.join();
+       s.Say(0, "end");
+     }},
+
+    // ---- A word that says more than itself ----
+    {"word-by-processor", "words", false,
+     [](Side& s, bool wrong) {
+       Store(s.memory, 5);
+       s.Say(1, "it is yours");
+       while (s.messages.empty()) {
+         s.Poll();
+         if (wrong) Store(s.memory, 50);
+       }
+       s.Hear();
+       Store(s.memory, 7);
+       s.Say(1, "and again");
+       s.Hear();
+     },
+     [](Side& s, bool) {
+       for (int round = 0; round < 2; ++round) {
+         s.Hear();
+         for (int i = 0; i < 20; ++i) {
+           s.PostAdd(0, 0, s.Tag(1));
+           s.Wait(s.Tag(1));
+           s.PollFor(1);
+         }
+         s.Say(0, "done");
+       }
+     }},
     {"unlock-first", "number", false, kListens,
      [](Side& s, bool wrong) {
        s.PostWrite(0, 0, 8 * kPage, kPage, s.Tag(1));
@@ -703,7 +869,8 @@ const std::vector<Case> kCases = {
      },
      [](Side& s, bool) {
        for (size_t i = 0; i < kRecvs; ++i) s.Say(0, "one of many");
-       s.PostSend(0, s.own, 10, s.Tag(1));  // one more than there are RECVs
+       s.PostSend(0, s.own, 10,
+                  s.Tag(1));  // one more than there are RECVs
        s.PollFor(20);
      }},
     {"short-recv", "room", false,
@@ -721,15 +888,228 @@ const std::vector<Case> kCases = {
      }},
 };
 
+// Every other call that posts.
+const std::vector<Case> kCalls = {
+    {"sendv-store", "flight", false, kListens,
+     StoreAround("fi_sendv",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_sendv(s.ep, &m.iov, &m.desc, 1, s.peers[0],
+                                   s.Tag(1));
+                 })},
+    {"sendmsg-store", "flight", false, kListens,
+     StoreAround("fi_sendmsg",
+                 [](Side& s) {
+                   Message m(s);
+                   struct fi_msg msg = m.Send(s);
+                   return fi_sendmsg(s.ep, &msg, FI_DELIVERY_COMPLETE);
+                 })},
+    {"senddata-store", "flight", false, kListens,
+     StoreAround("fi_senddata",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_senddata(s.ep, s.own, kPage, m.desc, 7, s.peers[0],
+                                      s.Tag(1));
+                 })},
+    {"inject-store", "flight", false, kListens,
+     StoreBehind(
+         "fi_inject",
+         [](Side& s) { return fi_inject(s.ep, s.own, 40, s.peers[0]); },
+         [](Side& s) {
+           Message m(s);
+           return fi_send(s.ep, s.own, 40, m.desc, s.peers[0], s.Tag(1));
+         })},
+    {"injectdata-store", "flight", false, kListens,
+     StoreBehind(
+         "fi_injectdata",
+         [](Side& s) { return fi_injectdata(s.ep, s.own, 40, 7, s.peers[0]); },
+         [](Side& s) {
+           Message m(s);
+           return fi_senddata(s.ep, s.own, 40, m.desc, 7, s.peers[0], s.Tag(1));
+         })},
+    {"sendmsg-inject-store", "flight", false, kListens,
+     StoreBehind(
+         "fi_sendmsg",
+         [](Side& s) {
+           Message m(s, 40);
+           struct fi_msg msg = m.Send(s);
+           return fi_sendmsg(s.ep, &msg, FI_INJECT);
+         },
+         [](Side& s) {
+           Message m(s, 40);
+           struct fi_msg msg = m.Send(s);
+           return fi_sendmsg(s.ep, &msg, 0);
+         })},
+    {"recvv-store", "flight", false,
+     StoreBehindMessage("fi_recvv",
+                        [](Side& s) {
+                          struct iovec iov = {s.recvs, kPage};
+                          void* desc = fi_mr_desc(s.recv_mr);
+                          return fi_recvv(s.ep, &iov, &desc, 1, FI_ADDR_UNSPEC,
+                                          s.recvs);
+                        }),
+     kNineShortOnes},
+    {"recvmsg-store", "flight", false,
+     StoreBehindMessage("fi_recvmsg",
+                        [](Side& s) {
+                          struct iovec iov = {s.recvs, kPage};
+                          void* desc = fi_mr_desc(s.recv_mr);
+                          struct fi_msg msg = {&iov,           &desc,   1,
+                                               FI_ADDR_UNSPEC, s.recvs, 0};
+                          return fi_recvmsg(s.ep, &msg, 0);
+                        }),
+     kNineShortOnes},
+    {"writev-store", "flight", false, kListens,
+     StoreAround("fi_writev",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_writev(s.ep, &m.iov, &m.desc, 1, s.peers[0],
+                                    g_known[0].base, g_known[0].key, s.Tag(1));
+                 })},
+    {"writemsg-store", "flight", false, kListens,
+     StoreAround("fi_writemsg",
+                 [](Side& s) {
+                   Message m(s);
+                   struct fi_msg_rma msg = m.Rma(s);
+                   return fi_writemsg(s.ep, &msg, FI_DELIVERY_COMPLETE);
+                 })},
+    {"writedata-store", "flight", false, kListens,
+     StoreAround("fi_writedata",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_writedata(s.ep, s.own, kPage, m.desc, 7,
+                                       s.peers[0], g_known[0].base,
+                                       g_known[0].key, s.Tag(1));
+                 })},
+    {"inject-write-store", "flight", false, kListens,
+     StoreBehind(
+         "fi_inject_write",
+         [](Side& s) {
+           return fi_inject_write(s.ep, s.own, 40, s.peers[0], g_known[0].base,
+                                  g_known[0].key);
+         },
+         [](Side& s) {
+           Message m(s);
+           return fi_write(s.ep, s.own, 40, m.desc, s.peers[0], g_known[0].base,
+                           g_known[0].key, s.Tag(1));
+         })},
+    {"inject-number-first", "number", false, kListens,
+     BesideWrite(
+         "fi_inject_writedata",
+         [](Side& s) {
+           return fi_inject_writedata(s.ep, s.own, 40, 7, s.peers[0],
+                                      g_known[0].base + kPage, g_known[0].key);
+         },
+         false)},
+    {"readv-behind-write", "lent", false, kListens,
+     BesideWrite("fi_readv",
+                 [](Side& s) {
+                   Message m(s, 8);
+                   m.iov.iov_base = s.own + kPage;
+                   return fi_readv(s.ep, &m.iov, &m.desc, 1, s.peers[0],
+                                   g_known[0].base, g_known[0].key, s.Tag(1));
+                 })},
+    {"readmsg-behind-write", "lent", false, kListens,
+     BesideWrite("fi_readmsg",
+                 [](Side& s) {
+                   Message m(s, 8);
+                   m.iov.iov_base = s.own + kPage;
+                   struct fi_msg_rma msg = m.Rma(s);
+                   return fi_readmsg(s.ep, &msg, 0);
+                 })},
+    {"atomic-beside-write", "words", false, kListens,
+     BesideWrite("fi_atomic",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_atomic(s.ep, m.operand.addr, 1, m.desc, s.peers[0],
+                                    m.word.addr, m.word.key, FI_UINT64, FI_SUM,
+                                    s.Tag(1));
+                 })},
+    {"atomicv-beside-write", "words", false, kListens,
+     BesideWrite("fi_atomicv",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_atomicv(s.ep, &m.operand, &m.desc, 1, s.peers[0],
+                                     m.word.addr, m.word.key, FI_UINT64, FI_SUM,
+                                     s.Tag(1));
+                 })},
+    {"atomicmsg-beside-write", "words", false, kListens,
+     BesideWrite("fi_atomicmsg",
+                 [](Side& s) {
+                   Message m(s);
+                   struct fi_msg_atomic msg = m.Atomic(s);
+                   return fi_atomicmsg(s.ep, &msg, FI_DELIVERY_COMPLETE);
+                 })},
+    {"inject-atomic-beside-write", "words", false, kListens,
+     BesideWrite(
+         "fi_inject_atomic",
+         [](Side& s) {
+           Message m(s);
+           return fi_inject_atomic(s.ep, m.operand.addr, 1, s.peers[0],
+                                   m.word.addr, m.word.key, FI_UINT64, FI_SUM);
+         },
+         false)},
+    {"fetchv-beside-write", "words", false, kListens,
+     BesideWrite("fi_fetch_atomicv",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_fetch_atomicv(s.ep, &m.operand, &m.operand_desc, 1,
+                                           &m.result, &m.result_desc, 1,
+                                           s.peers[0], m.word.addr, m.word.key,
+                                           FI_UINT64, FI_SUM, s.Tag(1));
+                 })},
+    {"fetchmsg-beside-write", "words", false, kListens,
+     BesideWrite("fi_fetch_atomicmsg",
+                 [](Side& s) {
+                   Message m(s);
+                   struct fi_msg_atomic msg = m.Atomic(s);
+                   return fi_fetch_atomicmsg(s.ep, &msg, &m.result,
+                                             &m.result_desc, 1, 0);
+                 })},
+    {"compare-beside-write", "words", false, kListens,
+     BesideWrite("fi_compare_atomic",
+                 [](Side& s) {
+                   Message m(s);
+                   return fi_compare_atomic(
+                       s.ep, m.operand.addr, 1, m.desc, m.expected.addr, m.desc,
+                       m.result.addr, m.desc, s.peers[0], m.word.addr,
+                       m.word.key, FI_UINT64, FI_CSWAP, s.Tag(1));
+                 })},
+    {"comparev-beside-write", "words", false, kListens,
+     BesideWrite("fi_compare_atomicv",
+                 [](Side& s) {
+                   Message m(s);
+                   void* desc = m.desc;
+                   return fi_compare_atomicv(
+                       s.ep, &m.operand, &m.operand_desc, 1, &m.expected, &desc,
+                       1, &m.result, &m.result_desc, 1, s.peers[0], m.word.addr,
+                       m.word.key, FI_UINT64, FI_CSWAP, s.Tag(1));
+                 })},
+    {"comparemsg-beside-write", "words", false, kListens,
+     BesideWrite("fi_compare_atomicmsg",
+                 [](Side& s) {
+                   Message m(s);
+                   void* desc = m.desc;
+                   struct fi_msg_atomic msg = m.Atomic(s, FI_CSWAP);
+                   return fi_compare_atomicmsg(s.ep, &msg, &m.expected, &desc,
+                                               1, &m.result, &m.result_desc, 1,
+                                               0);
+                 })},
+};
+
 int main(int argc, char** argv) {
   if (argc == 2 && strcmp(argv[1], "--list") == 0) {
-    for (const Case& one : kCases)
-      printf("%s %s %s\n", one.name, one.rule, one.trap ? "trap" : "");
+    for (const auto* cases : {&kCases, &kCalls}) {
+      for (const Case& one : *cases)
+        printf("%s %s %s\n", one.name, one.rule, one.trap ? "trap" : "");
+    }
     return 0;
   }
   const Case* found = nullptr;
-  for (const Case& one : kCases) {
-    if (argc == 3 && strcmp(argv[1], one.name) == 0) found = &one;
+  for (const auto* cases : {&kCases, &kCalls}) {
+    for (const Case& one : *cases) {
+      if (argc == 3 && strcmp(argv[1], one.name) == 0) found = &one;
+    }
   }
   if (found == nullptr) {
     fprintf(stderr, "usage: races --list | races NAME wrong|right\n");

@@ -36,6 +36,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <time.h>
 #include <unistd.h>
 #include <unwind.h>
@@ -65,7 +66,8 @@ enum Kind : uint8_t {
   kEndpoint,        // completion queue, address vector; text: its name
   kEndpointClosed,  //
   kPeer,            // number; text: its name
-  kPost,    // data, size, peer, remote address, key, immediate data, sum, fi_op
+  kPost,  // data, size, peer, remote address, key, immediate data or operand, sum or
+          // expected word, fi_op with the bits below
   kPiece,   // data, size: a buffer of several pieces, after its kPost
   kNoRoom,  // of how many bytes, how often until now
   kComplete,  // length, immediate data, error, sum; text: the error, or the payload
@@ -83,6 +85,10 @@ enum What : uint8_t { kSend = 1, kRecv, kWrite, kRead, kAtomic };
 
 // Bits beside What.
 constexpr uint8_t kHasImm = 0x80, kDelivered = 0x40, kInjected = 0x20;
+// Bits beside an fi_op: its result is known; it is about one integer of 64 bits.
+constexpr uint64_t kFetches = 0x100, kIsWord = 0x200;
+// A bit beside the flags of an operation: it has no completion.
+constexpr uint64_t kSilent = uint64_t{1} << 63;
 
 struct Record {
   uint64_t time;  // ns, CLOCK_MONOTONIC, which all processes of a host share
@@ -153,6 +159,7 @@ void OpenFile() {
       std::string(folder) + "/" + std::to_string(getpid()) + ".watch";
   size_t bytes = static_cast<size_t>(std::max(Setting("WATCH_MB", 256), 1L))
                  << 20;
+  mkdir(folder, 0777);  // unless it is there
   g_file = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   void* map = MAP_FAILED;
   if (g_file >= 0 && ftruncate(g_file, static_cast<off_t>(bytes)) == 0) {
@@ -216,8 +223,12 @@ struct Op {
   size_t count;  // pieces
   std::array<Piece, kMostPieces> pieces;
   bool device;
-  uint64_t sum = 0;
+  uint64_t sum = 0;             // 0: not known yet
   std::vector<char> copy = {};  // of its first piece
+  // Of an atomic operation, the operand, and what it was.
+  const void* operand = nullptr;
+  size_t width = 0;
+  uint64_t was = 0;
 
   char* data() const { return pieces[0].data; }
   size_t size() const {
@@ -527,11 +538,15 @@ void InstallTrap() {
 
 struct Remote {
   uint64_t addr = 0, key = 0;
-  uint64_t data =
-      0;  // immediate data, or the first operand of an atomic operation
+  uint64_t data = 0;  // immediate data, or the operand of an atomic operation
   bool has_imm = false;
-  uint64_t atomic = 0;  // which one: enum fi_op
+  uint64_t atomic = 0;  // which one: enum fi_op, and bits
+  uint64_t expected = 0;
+  const void* operand = nullptr;
+  size_t width = 0;
 };
+
+Remote Number(uint64_t number) { return {0, 0, number, true}; }
 
 Op MakeOp(What what, const struct iovec* iov, size_t count) {
   Op op = {0, what, nullptr, std::min(count, kMostPieces), {}, false};
@@ -552,6 +567,40 @@ Op MakeOp(What what, const struct fi_ioc* ioc, size_t count, size_t width) {
   return MakeOp(what, iov.data(), count);
 }
 
+// Keeps an operation that is in flight, or will be in a moment.
+void Fly(Op op, void* context) {
+  if (op.size() > 0) g_buffers[uintptr_t(op.data())] = op.id;
+  uintptr_t places[] = {uintptr_t(context), uintptr_t(op.data())};
+  for (uintptr_t at : places) {
+    if (at == 0) continue;
+    if (IsOnStack(at)) {
+      g_on_stack[op.id] = {at, OwnerOf(at)};
+    } else {
+      Widen(at, at + 1);
+    }
+  }
+  g_flight.emplace(uintptr_t(context), std::move(op));
+}
+
+// Forgets one that has completed, or was refused.
+void Land(Flight::iterator it) {
+  const Op& op = it->second;
+  g_on_stack.erase(op.id);
+  auto buffer = g_buffers.find(uintptr_t(op.data()));
+  if (buffer != g_buffers.end() && buffer->second == op.id)
+    g_buffers.erase(buffer);
+  g_flight.erase(it);
+}
+
+// Looks for an operation in flight. It is among the last ones with its context.
+Flight::iterator InFlight(void* context, uint32_t id) {
+  auto [begin, it] = g_flight.equal_range(uintptr_t(context));
+  while (it != begin) {
+    if ((--it)->second.id == id) return it;
+  }
+  return g_flight.end();
+}
+
 // Posts an operation, and writes it down.
 template <typename Call>
 ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
@@ -562,24 +611,40 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
   Inside inside;
   uint64_t time = Now();
   op.ep = endpoint;
-  bool inject = flags & FI_INJECT;
+  bool copied = flags & FI_INJECT, silent = flags & kSilent;
+  bool readable = false, shown = false, summed = false;
   {
     Lock lock;
     op.id = ++g_ops;
     const Region* region =
         op.size() > 0 ? RegionOf(uintptr_t(op.data())) : nullptr;
     op.device = region && region->device;
+    readable = !op.device && op.size() > 0;
+    shown = readable && op.what == kSend;
+    summed = shown || (readable && op.what == kWrite && g_check);
+    // Not again for each post that finds no room.
+    if (summed && endpoint->refused == 0) op.sum = Sum(op);
+    if (op.what == kAtomic) op.sum = remote.expected;
+    if (readable && g_check && !copied) {
+      op.operand = remote.operand;
+      op.width = remote.width;
+      op.was = remote.data;
+    }
+    // Before the call: another thread may read its completion at once.
+    Op flying = op;
+    if (copied) flying.count = 0, flying.pieces[0] = {};
+    if (!silent) Fly(std::move(flying), context);
   }
-  bool readable = !op.device && op.size() > 0;
-  bool summed =
-      readable && (op.what == kSend || (op.what == kWrite && g_check));
-  // Not again for each post that finds no room.
-  if (summed && endpoint->refused == 0) op.sum = Sum(op);
   ssize_t ret = call(*endpoint);
+  if (ret != 0 && !silent) {
+    Lock lock;
+    if (auto it = InFlight(context, op.id); it != g_flight.end()) Land(it);
+    if (ret == -FI_EAGAIN && g_ops == op.id) --g_ops;
+  }
   uint8_t bits = op.what;
   if (remote.has_imm) bits |= kHasImm;
   if (flags & (FI_DELIVERY_COMPLETE | FI_MATCH_COMPLETE)) bits |= kDelivered;
-  if (inject) bits |= kInjected;
+  if (silent) bits |= kInjected;
   if (ret == -FI_EAGAIN) {
     if (endpoint->refused++ == 0)
       Log(time, kNoRoom, op.what, endpoint->id, 0, {op.size(), 0});
@@ -591,7 +656,6 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
         {op.size(), endpoint->refused});
   }
   endpoint->refused = 0;
-  bool shown = readable && op.what == kSend;
   Log(time, kPost, bits, endpoint->id, op.id,
       {uint64_t(op.data()), op.size(), peer, remote.addr, remote.key,
        remote.data, op.sum, remote.atomic},
@@ -606,23 +670,17 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
         error, strlen(error));
     return ret;
   }
-  if (inject) return ret;
-  if (readable && g_check && op.what != kRead && op.what != kAtomic) {
-    op.copy.assign(op.data(), op.data() + std::min(op.pieces[0].size, kCopied));
-  }
+  if (silent) return ret;
   Lock lock;
   g_last[context] = op.id;
-  if (op.size() > 0) g_buffers[uintptr_t(op.data())] = op.id;
-  uintptr_t places[] = {uintptr_t(context), uintptr_t(op.data())};
-  for (uintptr_t at : places) {
-    if (at == 0) continue;
-    if (IsOnStack(at)) {
-      g_on_stack[op.id] = {at, OwnerOf(at)};
-    } else {
-      Widen(at, at + 1);
-    }
+  auto it = InFlight(context, op.id);
+  if (it == g_flight.end()) return ret;  // it has completed already
+  it->second.sum = op.sum;
+  if (readable && g_check && !copied && op.what != kRead &&
+      op.what != kAtomic) {
+    it->second.copy.assign(op.data(),
+                           op.data() + std::min(op.pieces[0].size, kCopied));
   }
-  g_flight.emplace(uintptr_t(context), std::move(op));
   return ret;
 }
 
@@ -637,16 +695,24 @@ What WhatOf(uint64_t flags) {
 // Writes down where a buffer is not as it was when it was posted. Of a RECV, only what is
 // behind its message has to be.
 void CheckChange(const Op& op, size_t length, uint64_t time) {
+  uint64_t operand = 0;
+  if (op.operand) memcpy(&operand, op.operand, op.width);
+  if (op.operand && operand != op.was) {
+    Log(time, kChanged, op.what, op.ep->id, op.id,
+        {0, uint8_t(op.was), uint8_t(operand), op.width == 1});
+  }
   if (op.device || !g_check || op.size() == 0 || op.what == kRead ||
       op.what == kAtomic)
     return;
   size_t from = op.what == kRecv ? std::min(length, op.copy.size()) : 0;
-  auto [was, is] = std::mismatch(op.copy.begin() + ptrdiff_t(from),
-                                 op.copy.end(), op.data() + from);
-  if (was != op.copy.end()) {
+  // memcmp is several times faster than the search for the first byte.
+  if (from < op.copy.size() && memcmp(op.copy.data() + from, op.data() + from,
+                                      op.copy.size() - from) != 0) {
+    auto [was, is] = std::mismatch(op.copy.begin() + ptrdiff_t(from),
+                                   op.copy.end(), op.data() + from);
     Log(time, kChanged, op.what, op.ep->id, op.id,
         {uint64_t(was - op.copy.begin()), uint8_t(*was), uint8_t(*is), 1});
-  } else if (op.what != kRecv && op.size() > op.copy.size() &&
+  } else if (op.what != kRecv && op.size() > op.copy.size() && op.sum != 0 &&
              Sum(op) != op.sum) {
     Log(time, kChanged, op.what, op.ep->id, op.id, {op.copy.size(), 0, 0, 0});
   }
@@ -690,12 +756,8 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
       error ? strlen(text) : std::min({size, op.pieces[0].size, kShown});
   Log(time, kComplete, op.what, op.ep->id, op.id,
       {size, data, uint64_t(error), sum}, shown, shown ? length : 0);
-  g_on_stack.erase(op.id);
-  auto buffer = g_buffers.find(uintptr_t(op.data()));
-  if (buffer != g_buffers.end() && buffer->second == op.id)
-    g_buffers.erase(buffer);
   if (g_trap) ProtectOp(op, PROT_READ | PROT_WRITE);
-  g_flight.erase(found);
+  Land(found);
 }
 
 // ---- The functions of a completion queue ----
@@ -799,25 +861,26 @@ ssize_t SendV(Ep ep, const struct iovec* iov, void** desc, size_t count,
 }
 ssize_t SendMsg(Ep ep, const struct fi_msg* m, uint64_t flags) {
   return Post(ep, MakeOp(kSend, m->msg_iov, m->iov_count), m->addr, m->context,
-              flags, {},
+              flags, flags & FI_REMOTE_CQ_DATA ? Number(m->data) : Remote{},
               [&](Endpoint& e) { return e.msg->sendmsg(ep, m, flags); });
 }
 ssize_t SendData(Ep ep, const void* data, size_t size, void* desc, uint64_t imm,
                  fi_addr_t peer, void* context) {
-  return Post(ep, MakeOp(kSend, data, size), peer, context, Flags(ep), {},
-              [&](Endpoint& e) {
+  return Post(ep, MakeOp(kSend, data, size), peer, context, Flags(ep),
+              Number(imm), [&](Endpoint& e) {
                 return e.msg->senddata(ep, data, size, desc, imm, peer,
                                        context);
               });
 }
 ssize_t Inject(Ep ep, const void* data, size_t size, fi_addr_t peer) {
-  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT, {},
+  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT | kSilent,
+              {},
               [&](Endpoint& e) { return e.msg->inject(ep, data, size, peer); });
 }
 ssize_t InjectData(Ep ep, const void* data, size_t size, uint64_t imm,
                    fi_addr_t peer) {
-  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT, {},
-              [&](Endpoint& e) {
+  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT | kSilent,
+              Number(imm), [&](Endpoint& e) {
                 return e.msg->injectdata(ep, data, size, imm, peer);
               });
 }
@@ -858,15 +921,15 @@ ssize_t WriteData(Ep ep, const void* data, size_t size, void* desc,
 }
 ssize_t InjectWrite(Ep ep, const void* data, size_t size, fi_addr_t peer,
                     uint64_t addr, uint64_t key) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr, FI_INJECT,
-              {addr, key}, [&](Endpoint& e) {
+  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr,
+              FI_INJECT | kSilent, {addr, key}, [&](Endpoint& e) {
                 return e.rma->inject(ep, data, size, peer, addr, key);
               });
 }
 ssize_t InjectWriteData(Ep ep, const void* data, size_t size, uint64_t imm,
                         fi_addr_t peer, uint64_t addr, uint64_t key) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr, FI_INJECT,
-              {addr, key, imm, true}, [&](Endpoint& e) {
+  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr,
+              FI_INJECT | kSilent, {addr, key, imm, true}, [&](Endpoint& e) {
                 return e.rma->injectdata(ep, data, size, imm, peer, addr, key);
               });
 }
@@ -892,47 +955,114 @@ ssize_t ReadMsg(Ep ep, const struct fi_msg_rma* m, uint64_t flags) {
               [&](Endpoint& e) { return e.rma->readmsg(ep, m, flags); });
 }
 
-Remote AtomicOf(uint64_t addr, uint64_t key, const void* operand,
-                enum fi_op what) {
-  Remote remote = {addr, key, 0, false, uint64_t(what)};
-  if (operand && what != FI_ATOMIC_READ)
-    memcpy(&remote.data, operand, sizeof(remote.data));
+// How long a value of this type is; of the longest ones, only the beginning.
+size_t Width(enum fi_datatype type) {
+  switch (type) {
+    case FI_INT8:
+    case FI_UINT8:
+      return 1;
+    case FI_INT16:
+    case FI_UINT16:
+      return 2;
+    case FI_INT32:
+    case FI_UINT32:
+    case FI_FLOAT:
+      return 4;
+    default:
+      return 8;
+  }
+}
+
+// Of an atomic operation of several words, `count`, only the first one is looked at.
+Remote AtomicOf(uint64_t addr, uint64_t key, enum fi_datatype type,
+                size_t count, enum fi_op what, const void* operand,
+                bool fetches, const void* expected = nullptr) {
+  Remote remote = {.addr = addr, .key = key, .atomic = uint64_t(what)};
+  bool is_word = count == 1 && (type == FI_UINT64 || type == FI_INT64);
+  if (fetches) remote.atomic |= kFetches;
+  if (is_word) remote.atomic |= kIsWord;
+  if (operand && what != FI_ATOMIC_READ) {
+    remote.operand = operand;
+    remote.width = Width(type);
+    memcpy(&remote.data, operand, remote.width);
+  }
+  if (expected && is_word) memcpy(&remote.expected, expected, sizeof(uint64_t));
   return remote;
 }
-Remote AtomicOf(const struct fi_msg_atomic* m) {
-  bool word = m->iov_count > 0 && m->datatype == FI_UINT64;
-  return AtomicOf(m->rma_iov->addr, m->rma_iov->key,
-                  word ? m->msg_iov->addr : nullptr, m->op);
+Remote AtomicOf(const struct fi_msg_atomic* m, bool fetches,
+                const void* expected = nullptr) {
+  bool some = m->iov_count > 0 && m->msg_iov;
+  size_t count = m->iov_count == 1 && some ? m->msg_iov->count : 1;
+  return AtomicOf(m->rma_iov->addr, m->rma_iov->key, m->datatype, count, m->op,
+                  some ? m->msg_iov->addr : nullptr, fetches, expected);
 }
-// Its result is the memory of the program that it is about, or else its operand.
+
+// Its buffer is that of its result or, if it fetches none, that of its operand.
 ssize_t Atomic(Ep ep, const void* data, size_t count, void* desc,
                fi_addr_t peer, uint64_t addr, uint64_t key,
                enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, data, 8 * count), peer, context, Flags(ep),
-              AtomicOf(addr, key, data, what), [&](Endpoint& e) {
+  return Post(ep, MakeOp(kAtomic, data, Width(type) * count), peer, context,
+              Flags(ep), AtomicOf(addr, key, type, count, what, data, false),
+              [&](Endpoint& e) {
                 return e.atomic->write(ep, data, count, desc, peer, addr, key,
                                        type, what, context);
               });
 }
+ssize_t AtomicV(Ep ep, const struct fi_ioc* ioc, void** desc, size_t count,
+                fi_addr_t peer, uint64_t addr, uint64_t key,
+                enum fi_datatype type, enum fi_op what, void* context) {
+  return Post(ep, MakeOp(kAtomic, ioc, count, Width(type)), peer, context,
+              Flags(ep),
+              AtomicOf(addr, key, type, ioc->count, what, ioc->addr, false),
+              [&](Endpoint& e) {
+                return e.atomic->writev(ep, ioc, desc, count, peer, addr, key,
+                                        type, what, context);
+              });
+}
 ssize_t AtomicMsg(Ep ep, const struct fi_msg_atomic* m, uint64_t flags) {
-  return Post(ep, MakeOp(kAtomic, m->msg_iov, m->iov_count, 8), m->addr,
-              m->context, flags, AtomicOf(m),
+  return Post(ep, MakeOp(kAtomic, m->msg_iov, m->iov_count, Width(m->datatype)),
+              m->addr, m->context, flags, AtomicOf(m, false),
               [&](Endpoint& e) { return e.atomic->writemsg(ep, m, flags); });
+}
+ssize_t InjectAtomic(Ep ep, const void* data, size_t count, fi_addr_t peer,
+                     uint64_t addr, uint64_t key, enum fi_datatype type,
+                     enum fi_op what) {
+  return Post(
+      ep, MakeOp(kAtomic, data, Width(type) * count), peer, nullptr,
+      FI_INJECT | kSilent, AtomicOf(addr, key, type, count, what, data, false),
+      [&](Endpoint& e) {
+        return e.atomic->inject(ep, data, count, peer, addr, key, type, what);
+      });
 }
 ssize_t Fetch(Ep ep, const void* data, size_t count, void* desc, void* result,
               void* rdesc, fi_addr_t peer, uint64_t addr, uint64_t key,
               enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, result, 8 * count), peer, context, Flags(ep),
-              AtomicOf(addr, key, data, what), [&](Endpoint& e) {
+  return Post(ep, MakeOp(kAtomic, result, Width(type) * count), peer, context,
+              Flags(ep), AtomicOf(addr, key, type, count, what, data, true),
+              [&](Endpoint& e) {
                 return e.atomic->readwrite(ep, data, count, desc, result, rdesc,
                                            peer, addr, key, type, what,
                                            context);
               });
 }
+ssize_t FetchV(Ep ep, const struct fi_ioc* ioc, void** desc, size_t count,
+               struct fi_ioc* result, void** rdesc, size_t rcount,
+               fi_addr_t peer, uint64_t addr, uint64_t key,
+               enum fi_datatype type, enum fi_op what, void* context) {
+  return Post(ep, MakeOp(kAtomic, result, rcount, Width(type)), peer, context,
+              Flags(ep),
+              AtomicOf(addr, key, type, result->count, what,
+                       ioc ? ioc->addr : nullptr, true),
+              [&](Endpoint& e) {
+                return e.atomic->readwritev(ep, ioc, desc, count, result, rdesc,
+                                            rcount, peer, addr, key, type, what,
+                                            context);
+              });
+}
 ssize_t FetchMsg(Ep ep, const struct fi_msg_atomic* m, struct fi_ioc* result,
                  void** rdesc, size_t count, uint64_t flags) {
-  return Post(ep, MakeOp(kAtomic, result, count, 8), m->addr, m->context, flags,
-              AtomicOf(m), [&](Endpoint& e) {
+  return Post(ep, MakeOp(kAtomic, result, count, Width(m->datatype)), m->addr,
+              m->context, flags, AtomicOf(m, true), [&](Endpoint& e) {
                 return e.atomic->readwritemsg(ep, m, result, rdesc, count,
                                               flags);
               });
@@ -941,19 +1071,37 @@ ssize_t Compare(Ep ep, const void* data, size_t count, void* desc,
                 const void* expected, void* edesc, void* result, void* rdesc,
                 fi_addr_t peer, uint64_t addr, uint64_t key,
                 enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, result, 8 * count), peer, context, Flags(ep),
-              AtomicOf(addr, key, data, what), [&](Endpoint& e) {
+  return Post(ep, MakeOp(kAtomic, result, Width(type) * count), peer, context,
+              Flags(ep),
+              AtomicOf(addr, key, type, count, what, data, true, expected),
+              [&](Endpoint& e) {
                 return e.atomic->compwrite(ep, data, count, desc, expected,
                                            edesc, result, rdesc, peer, addr,
                                            key, type, what, context);
+              });
+}
+ssize_t CompareV(Ep ep, const struct fi_ioc* ioc, void** desc, size_t count,
+                 const struct fi_ioc* expected, void** edesc, size_t ecount,
+                 struct fi_ioc* result, void** rdesc, size_t rcount,
+                 fi_addr_t peer, uint64_t addr, uint64_t key,
+                 enum fi_datatype type, enum fi_op what, void* context) {
+  return Post(ep, MakeOp(kAtomic, result, rcount, Width(type)), peer, context,
+              Flags(ep),
+              AtomicOf(addr, key, type, result->count, what, ioc->addr, true,
+                       expected->addr),
+              [&](Endpoint& e) {
+                return e.atomic->compwritev(
+                    ep, ioc, desc, count, expected, edesc, ecount, result,
+                    rdesc, rcount, peer, addr, key, type, what, context);
               });
 }
 ssize_t CompareMsg(Ep ep, const struct fi_msg_atomic* m,
                    const struct fi_ioc* expected, void** edesc, size_t ecount,
                    struct fi_ioc* result, void** rdesc, size_t count,
                    uint64_t flags) {
-  return Post(ep, MakeOp(kAtomic, result, count, 8), m->addr, m->context, flags,
-              AtomicOf(m), [&](Endpoint& e) {
+  return Post(ep, MakeOp(kAtomic, result, count, Width(m->datatype)), m->addr,
+              m->context, flags, AtomicOf(m, true, expected->addr),
+              [&](Endpoint& e) {
                 return e.atomic->compwritemsg(ep, m, expected, edesc, ecount,
                                               result, rdesc, count, flags);
               });
@@ -1000,10 +1148,14 @@ int EndpointControl(struct fid* fid, int command, void* arg) {
   if (ep->atomic) {
     endpoint.atomic = Replace(ep->atomic);
     ep->atomic->write = Atomic;
+    ep->atomic->writev = AtomicV;
     ep->atomic->writemsg = AtomicMsg;
+    ep->atomic->inject = InjectAtomic;
     ep->atomic->readwrite = Fetch;
+    ep->atomic->readwritev = FetchV;
     ep->atomic->readwritemsg = FetchMsg;
     ep->atomic->compwrite = Compare;
+    ep->atomic->compwritev = CompareV;
     ep->atomic->compwritemsg = CompareMsg;
   }
   char name[512];

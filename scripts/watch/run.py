@@ -1,16 +1,17 @@
 #!/usr/bin/env python3
 """Runs the server and the client of a program with the recorder, and shows who owned what
-when, and what was wrong in that (make watch-6, make watch-mine).
+when, and what was wrong in that (make watch-6, make watch-5.3, make watch-mine).
 
 Usage: scripts/watch/run.py [-o FOLDER] [-s ARGUMENT]... [-n CLIENTS] [-p PROGRAM] PROGRAM
                             [CLIENT_ARGUMENT...]
   -o  where the records and pictures go (build/watch/NAME)
   -s  an argument of the server
-  -n  clients at once (1)
+  -n  clients at once (CLIENTS, or else 1)
   -p  the clients' program, if it is another one
   -q  prints only what was found
   -t  seconds, after which both are ended (60)
-What the environment has goes to both, LD_PRELOAD too: watch.so is in front of it.
+What the environment has goes to both. BEHIND names a library to load behind watch.so:
+build/strict.so, or build/reorder.so.
 
 Exits with the status of the client, with 1 if a rule was broken."""
 
@@ -22,6 +23,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 import threading
 import time
 
@@ -35,10 +37,11 @@ BUILD = os.environ.get("BUILD") or "build"
 
 class Running:
     """A process, and what it has printed."""
-    def __init__(self, command, name, folder, quiet):
-        behind = os.environ.get("LD_PRELOAD")
-        preload = [os.path.abspath(f"{BUILD}/watch.so"), *([behind] if behind else [])]
-        env = os.environ | {"WATCH": folder, "LD_PRELOAD": " ".join(preload)}
+    def __init__(self, command, name, folder, scratch, quiet):
+        behind = [os.path.abspath(path) for path in os.environ.get("BEHIND", "").split()]
+        preload = [os.path.abspath(f"{BUILD}/watch.so"), *behind, os.environ.get("LD_PRELOAD", "")]
+        env = {"STRICT_DIR": scratch, **os.environ, "WATCH": folder,
+               "LD_PRELOAD": " ".join(preload).strip()}
         self.lines = []
         self.popen = subprocess.Popen(command, env=env, text=True, errors="replace",
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -78,9 +81,11 @@ def run(options, folder, scratch):
     name = os.path.basename(options.program)
     arguments, server_arguments = options.arguments, options.s
     # As much as a picture can show.
-    small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"]}
+    small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"],
+             "13_": ["3", "20"]}
     if not arguments:
-        arguments = next((some for start, some in small.items() if name.startswith(start)), [])
+        arguments = next((some for start, some in small.items()
+                          if name.replace(".", "_").startswith(start)), [])
     if name.startswith("9_"):
         server_arguments = server_arguments or [os.path.join(scratch, "received")]
         os.makedirs(server_arguments[0], exist_ok=True)
@@ -89,7 +94,7 @@ def run(options, folder, scratch):
             with open(arguments[0], "wb") as file:
                 file.write(os.urandom(12_000_000))
     end = time.monotonic() + options.t
-    server = Running([options.program, *server_arguments], "server", folder, options.q)
+    server = Running([options.program, *server_arguments], "server", folder, scratch, options.q)
     clients = []
     try:
         while server.address() is None:
@@ -102,7 +107,7 @@ def run(options, folder, scratch):
         command = [options.p or options.program, server.address(), *arguments]
         for number in range(options.n):
             label = "client" if options.n == 1 else f"client {number + 1}"
-            clients.append(Running(command, label, folder, options.q))
+            clients.append(Running(command, label, folder, scratch, options.q))
         for client in clients:
             client.end(end - time.monotonic())
         time.sleep(0.2)  # what the server still has to do for them
@@ -119,8 +124,8 @@ def run(options, folder, scratch):
 
 def show(folder, source, quiet=False):
     """Draws the run in a folder, and prints what was found. Returns whether a rule was
-    broken."""
-    found = model.load(folder, source)
+    broken. Without a source, takes that of the program that was recorded."""
+    found = model.load(folder, source or recorded(folder))
     if found is None:
         sys.exit(f"error: {folder} has no records: was WATCH set to it, and LD_PRELOAD to "
                  f"{BUILD}/watch.so?")
@@ -133,16 +138,29 @@ def show(folder, source, quiet=False):
         if len(short) > limit:
             print(f"{'':15}  … and {len(short) - limit} lines more; all are in {folder}/trace.txt")
         print()
-    print(*draw.summary(found), sep="\n")
-    print(f"Picture: {folder}/page.html (also picture.svg, trace.txt and, for "
-          "ui.perfetto.dev, trace.json)")
+    lines = [*draw.summary(found), f"Picture: {folder}/page.html (also picture.svg, trace.txt "
+             "and, for ui.perfetto.dev, trace.json)"]
+    if sys.stdout.isatty():
+        width = shutil.get_terminal_size().columns
+        lines = [textwrap.fill(line, width, subsequent_indent=" " * 7, break_on_hyphens=False)
+                 for line in lines]
+    print(*lines, sep="\n")
     return bool(found.wrongs)
 
 
+def recorded(folder):
+    """The source of a program that was recorded here, or ""."""
+    for path in glob.glob(f"{folder}/*.watch"):
+        for *_, text in model.records(path):
+            return source_of(text.split(b"\0")[0].decode(errors="replace"))
+    return ""
+
+
 def source_of(program):
-    """The source of a program, or of the one whose variant it is."""
+    """The source of a program, of the one whose variant it is, or of a move."""
     name = os.path.basename(program)
-    for candidate in (f"{os.path.dirname(program)}/{name}.cpp", f"src/{name}.cpp"):
+    for candidate in (f"{os.path.dirname(program)}/{name}.cpp", f"src/{name}.cpp",
+                      f"{os.path.dirname(program)}/moves/src/{name}.cpp"):
         if os.path.exists(candidate):
             return candidate
     return ""
@@ -152,7 +170,7 @@ def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("-o", default="")
     parser.add_argument("-s", action="append", default=[])
-    parser.add_argument("-n", type=int, default=1)
+    parser.add_argument("-n", type=int, default=int(os.environ.get("CLIENTS") or 1))
     parser.add_argument("-p", default="")
     parser.add_argument("-q", action="store_true")
     parser.add_argument("-t", type=float, default=60)
@@ -162,8 +180,7 @@ def main():
     if not os.path.exists(options.program):  # a folder of records: make watch DIR=...
         sys.exit(f"error: there is no {options.program}")
     if os.path.isdir(options.program):
-        sys.exit(show(options.program, source_of(options.arguments[0])
-                      if options.arguments else "", options.q))
+        sys.exit(show(options.program, "".join(options.arguments), options.q))
     folder = options.o or f"{BUILD}/watch/{os.path.basename(options.program)}"
     os.makedirs(folder, exist_ok=True)
     for old in glob.glob(f"{folder}/*.watch"):

@@ -1,0 +1,355 @@
+"""The moves of the steps: what each promises is looked for in a run of its program. And
+the tool that makes and keeps them, in a small repository."""
+
+import functools
+import os
+import re
+import shutil
+import subprocess
+import typing
+
+import pytest
+
+import moves
+from harness import PROVIDERS, First, owned_shm_files
+from repository import ROOT, build_moves, make
+from small_repository import Repository
+
+
+class Promise(typing.NamedTuple):
+    """What the program after a move does. Patterns are looked for in all lines."""
+    # The arguments of each client, after the address. All of them run at the same time.
+    clients: list = [[]]
+    # What each client prints, and exits with 0.
+    client: str = ""
+    # What the server prints, and how often.
+    server: dict = {}
+    # What another client prints that comes once the server has gone, and exits with 1.
+    late: str = ""
+    # That client leaves nothing in /dev/shm.
+    leaves_nothing: bool = False
+
+
+# By the names of moves; "" is for all other moves of that step.
+HELLO = Promise(client="^Sent 13 bytes\\.$",
+                server={"^Received 13 bytes: Hello, world!$": 1})
+NOTHING_HAPPENED = "^error: .*nothing has happened for 10 s"
+LAGER = Promise([["lager"]], client="^The text is correct")
+PROMISES = {
+    "4_hello": {
+        "": HELLO,
+        "limit": HELLO._replace(late=NOTHING_HAPPENED),
+        "owner": HELLO._replace(late=NOTHING_HAPPENED, leaves_nothing=True),
+        "parts": HELLO,
+        "stay": HELLO._replace(clients=[[], []],
+                               server={"^Received 13 bytes: Hello, world!$": 2}),
+        "record": Promise([["x" * 60000], ["two"]] * 4, "^Sent (60000|3) bytes\\.$",
+                          {"^Received 60000 bytes: x{60000}$": 4,
+                           "^Received 3 bytes: two$": 4}),
+        "error": HELLO,  # see test_long_text
+        "strangers": HELLO},
+    "5_reverse": {"": LAGER},
+    "6_write": {"": Promise([["65536", "20"]], client="^Data is correct")},
+    "7_queue": {"": Promise([["4096", "100", "3"]], client="^Data is correct",
+                            server={"bw=[0-9.]+Gbps": 1})},
+}
+
+
+# ---- The moves themselves ----
+
+def name_of(step, k):
+    """5.3"""
+    return f"{step.split('_')[0]}.{k}"
+
+
+@functools.cache
+def build(step):
+    """Builds all moves of a step. Returns their folder."""
+    return build_moves([name_of(step, k) for k in range(1, len(moves.patches(step)) + 1)])
+
+
+def of_steps(*values):
+    """A worker builds the moves of a step, and runs them all."""
+    return [pytest.param(*value, marks=pytest.mark.xdist_group(f"moves of {value[0]}"),
+                         id="-".join(map(str, value))) for value in values]
+
+
+STEPS = moves.steps()
+MOVES = [(step, moves.word(path)) for step in STEPS for path in moves.patches(step)]
+RUNS = [(*move, provider) for move in MOVES for provider in PROVIDERS
+        if provider in ("", "shm")]
+
+
+def start(run, step, name, provider):
+    words = [moves.word(path) for path in moves.patches(step)]
+    return First(run, build(step), name_of(step, words.index(name) + 1), provider)
+
+
+@pytest.mark.parametrize("step", of_steps(*((step,) for step in STEPS)))
+def test_moves(step):
+    """They begin with the parent, end in the program, compile, and are small."""
+    build(step)
+    messages = moves.check(step, compiled=True)
+    assert not messages, "\n".join(messages)
+
+
+def test_promises():
+    """There is a promise for each move, and none for one that is not there."""
+    for step in STEPS:
+        names = {name for of, name in MOVES if of == step}
+        assert "" in PROMISES[step] or names <= {*PROMISES[step]}
+        assert {*PROMISES[step]} - {""} <= names
+
+
+@pytest.mark.parametrize("step,name,provider", of_steps(*RUNS))
+def test_promise(run, step, name, provider):
+    promise = PROMISES[step].get(name) or PROMISES[step][""]
+    server = start(run, step, name, provider)
+    clients = [server.start_client(*arguments) for arguments in promise.clients]
+    for client in clients:
+        status = client.wait()
+        assert status == 0, client.output + "\nserver:\n" + server.process.output
+        assert re.search(promise.client, client.output, re.M), client.output
+    for pattern, count in promise.server.items():
+        server.process.wait_for(pattern, count=count)
+    if promise.late:
+        assert server.process.wait() == 0
+        late = server.start_client()
+        assert late.wait() == 1
+        assert re.search(promise.late, late.output, re.M), late.output
+        if promise.leaves_nothing:
+            assert not owned_shm_files([late.popen.pid], late.born)
+
+
+@pytest.mark.parametrize("step", of_steps(("4_hello",)))
+def test_long_text(run, step):
+    """A message that is too long costs a server of the move `error` nothing. Its own
+    client sends none; that of the move before does. libfabric 1.17's shm provider reports
+    nothing of it."""
+    if (step, "error") not in MOVES:
+        pytest.skip("there is no such move")
+    server = start(run, step, "error", "")
+    before = start(run, step, "record", "")
+    run([before.path, server.address, "x" * 70000])
+    server.process.wait_for("^error: .*: Truncation error$")
+    assert server.start_client().wait() == 0
+    server.process.wait_for("^Received 13 bytes: Hello, world!$")
+
+
+# ---- The tool ----
+
+PARENT = """\
+// 4_one
+int Count(int from) {
+  return from + 1;
+}
+
+int main() {
+  return Count(1);
+}
+"""
+FIRST = """\
+// Based on 4_one.
+int Count(int from) {
+  return from + 1;
+}
+
+// Only in this move.
+int Twice(int number) {
+  return 2 * number;
+}
+
+int main() {
+  return Count(Twice(1));
+}
+"""
+LAST = """\
+// Based on 4_one.
+int Count(int from) {
+  return from + 1;
+}
+
+int Twice(int number) {
+  int result = 2;
+  result *= number;
+  return result;
+}
+
+int main() {
+  for (int i = 0; i < 2; ++i) {
+    if (Count(i) == 0) return 0;
+  }
+  return Count(Twice(1));
+}
+"""
+HEAD = "Twice: a function.\n\nCures: nothing doubles.\nTry:   ./build/5.1\nWrong: all.\n\n"
+
+
+@pytest.fixture
+def repo(tmp_path):
+    """One whose 5_two has two moves."""
+    repo = Repository(tmp_path)
+    repo.path("4_one").write_text(PARENT)
+    repo.path("5_two").write_text(LAST)
+    repo.path("10_three").unlink()
+    (tmp_path / "1_twice.cpp").write_text(FIRST)
+    (tmp_path / "1_twice.head").write_text(HEAD)
+    (tmp_path / "2_loop.cpp").write_text(LAST)
+    (tmp_path / "2_loop.head").write_text("Loop: again.\n\nCures: that.\n")
+    assert tool(repo, "write", "5_two", "1_twice.cpp", "2_loop.cpp") == (0, "", "")
+    repo.commit()
+    return repo
+
+
+def tool(repo, *arguments):
+    return repo.run("moves/moves.py", *arguments)
+
+
+def test_write(repo):
+    """The patches lead from the parent to the program, by the way of the first move."""
+    assert moves.steps(repo.folder) == ["5_two"]
+    assert moves.states("5_two", repo.folder) == [PARENT, FIRST, LAST]
+    assert moves.check("5_two", repo.folder) == []
+    assert moves.head("5_two", 1, repo.folder) == HEAD
+    assert moves.title("5_two", 2, repo.folder) == "Loop: again."
+    assert tool(repo, "state", "5.0")[1] == PARENT
+    assert tool(repo, "head", "5.1")[1] == HEAD
+    assert tool(repo, "list") == (
+        0, "5.1   twice      +7 -2      Twice: a function.\n"
+           "5.2   loop       +6 -2      Loop: again.\n"
+           "5_two: all moves +13 -4; the step +11 -2\n\n", "")
+    assert moves.counts("5_two", 1, repo.folder) == (7, 2)
+    assert moves.counts("5_two", root=repo.folder) == (11, 2)
+
+
+def test_write_again(repo):
+    """A move keeps its head, also with another number. One that is not named any more
+    goes. The last one has to be the program."""
+    status, _, error = tool(repo, "write", "5_two", "1_twice.cpp")
+    assert status == 1 and "does not end in src/5_two.cpp" in error
+    assert moves.states("5_two", repo.folder) == [PARENT, FIRST, LAST]
+    (repo.folder / "1_new.cpp").write_text(PARENT.replace("4_one", "Based on 4_one."))
+    (repo.folder / "2_twice.cpp").write_text(LAST)
+    status, output, _ = tool(repo, "write", "5_two", "1_new.cpp", "2_twice.cpp")
+    assert status == 0 and "removed: scripts/moves/5_two/2_loop.patch" in output
+    assert moves.head("5_two", 2, repo.folder) == HEAD
+    assert moves.check("5_two", repo.folder) == [
+        "5.1 new: it has no title"]
+
+
+def test_check(repo):
+    long = PARENT + "// another line\n" * 121
+    (repo.folder / "1_twice.cpp").write_text(long + "int unused(;\n" + "/" * 81 + "\n")
+    assert tool(repo, "write", "5_two", "1_twice.cpp", "2_loop.cpp")[0] == 0
+    status, output, _ = tool(repo, "check")
+    assert status == 1
+    for message in ["5.1 twice: it adds 123 lines; 120 is the limit",
+                    "5.1 twice: line 131 is longer than 80",
+                    "5.1 twice: it does not compile: ",
+                    "5_two: the moves add 134 lines, 12.18 times the 11 of the step"]:
+        assert message in output
+    repo.replace("4_one", "  return Count(1);", "  return Count(2);")
+    assert "1_twice.patch: it does not fit at line " in tool(repo, "check")[1]
+
+
+def edit(repo, old, new, *programs):
+    for program in programs:
+        text = repo.path(program).read_text()
+        assert old in text
+        repo.path(program).write_text(text.replace(old, new))
+
+
+def test_carry_a_name(repo):
+    """Also into what only a move has."""
+    edit(repo, "Twice", "Double", "5_two")
+    edit(repo, "Count", "Total", "4_one", "5_two")
+    status, output, _ = tool(repo, "carry", "5_two")
+    assert status == 0 and "LOOK" not in output.replace("LOOK: the head of 1_twice", "")
+    assert moves.states("5_two", repo.folder)[1] == FIRST.replace(
+        "Twice", "Double").replace("Count", "Total")
+    assert moves.head("5_two", 1, repo.folder) == HEAD
+    assert tool(repo, "carry")[:2] == (
+        0, "5_two: the moves lead from 4_one to 5_two already\n")
+
+
+def test_carry_a_fix(repo):
+    """Into what each move has of it; a line that a move has not got yet is named."""
+    edit(repo, "from + 1", "from + 2", "4_one", "5_two")
+    edit(repo, "i < 2", "i < 3", "5_two")
+    status, output, _ = tool(repo, "carry", "5_two")
+    assert status == 0
+    assert moves.states("5_two", repo.folder)[1:] == [
+        FIRST.replace("from + 1", "from + 2"),
+        LAST.replace("from + 1", "from + 2").replace("i < 2", "i < 3")]
+    assert re.search(r"^  5.1 twice: \+1 -1\n    not in .*: for \(int i = 0; i < 3; ", output,
+                     re.M)
+
+
+def test_carry_after_commit(repo):
+    """Another commit can be named. Without, there would be nothing to compare with."""
+    edit(repo, "Twice(1)", "Twice(2)", "5_two")
+    repo.commit()
+    status, _, error = tool(repo, "carry", "5_two")
+    assert status == 1 and "as these were at HEAD either" in error
+    assert tool(repo, "carry", "5_two", "HEAD~1")[0] == 0
+    assert "Twice(2)" in moves.states("5_two", repo.folder)[1]
+
+
+def test_carry_a_conflict(repo):
+    """Nothing is written before a human has resolved it, and the resolution is taken."""
+    edit(repo, "int Twice(int number) {\n  int result = 2;\n  result *= number;\n",
+         "int Twice(int number, int by = 2) {\n  int result = number * by;\n", "5_two")
+    before = moves.patches("5_two", repo.folder)[0].read_text()
+    for _ in range(2):
+        status, output, error = tool(repo, "carry", "5_two")
+        assert status == 1 and "Edit build/moves/carry/5_two/1_twice.cpp" in error, output
+        assert moves.patches("5_two", repo.folder)[0].read_text() == before
+    resolved = FIRST.replace("int number)", "int number, int by = 2)").replace("2 *", "by *")
+    path = repo.folder / "build/moves/carry/5_two/1_twice.cpp"
+    assert "<<<<<<<" in path.read_text()
+    path.write_text(resolved)
+    status, output, error = tool(repo, "carry", "5_two")
+    assert status == 0 and "taken from build/moves/carry" in output, error
+    assert moves.states("5_two", repo.folder)[1] == resolved
+    assert not path.exists() and moves.head("5_two", 1, repo.folder) == HEAD
+
+
+def test_make(repo):
+    """What a reader does with a move: builds it, looks at it, types it."""
+    for file in "Makefile", "scripts/diff.sh", "scripts/moves/type.sh":
+        shutil.copy(f"{ROOT}/{file}", repo.folder / file)
+
+    def make_it(*arguments):
+        done = subprocess.run(
+            ["make", "BUILD=build", "CUDA_HOME=", *arguments], cwd=repo.folder, text=True,
+            check=False, capture_output=True, env={**os.environ, "CXXFLAGS": "-O0"})
+        return done.stdout if done.returncode == 0 else done.stderr
+
+    assert "-o build/5.1 " in make_it("5.1") and "-o" not in make_it("5.1")
+    assert subprocess.run(repo.folder / "build/5.1", check=False).returncode == 3
+    assert make_it("moves").startswith("5.1   twice ")
+    lines = make_it("diff-5.1").splitlines()
+    assert lines[0] == "Twice: a function." and "+int Twice(int number) {" in lines
+    assert "there is no move 5.3; there are: 5.1 5.2" in make_it("diff-5.3")
+
+    mine = repo.path("my_5")
+    assert "make my_5 " in make_it("type-5.2") and mine.read_text() == FIRST
+    assert "+  int result = 2;" in make_it("typed-5.2").splitlines()
+
+
+def test_type(repo):
+    """What somebody has typed is compared as code, and not written over."""
+    shutil.copy(f"{ROOT}/scripts/moves/type.sh", repo.folder / "scripts/moves")
+    mine = repo.path("my_5")
+    assert "make type-5.2 makes it" in repo.run("moves/type.sh", "typed-5.2")[2]
+    mine.write_text(LAST.replace("  ", "    ").replace("\n\n", "\n// Here:\n"))
+    typed = mine.read_text()
+    assert repo.run("moves/type.sh", "typed-5.2") == (
+        0, "src/my_5.cpp is what it should be after move 5.2.\n", "")
+    status, _, error = repo.run("moves/type.sh", "type-5.2")
+    assert status == 2 and "make type-5.2 FORCE=1 writes over it" in error
+    assert mine.read_text() == typed
+    # Somebody has typed the first move, and goes on with the second.
+    mine.write_text(FIRST.replace("// Only in this move.\n", ""))
+    assert "is the program before move 5.2 already" in repo.run("moves/type.sh", "type-5.2")[1]
+    assert mine.read_text() != FIRST

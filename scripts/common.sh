@@ -34,13 +34,12 @@ programs() {
 }
 
 # Prints the program that this one is based on, as its source says near the top;
-# nothing for the first program, and for one that is based on `nothing`. Fails if the
-# source does not say it, or names a program that is not there or comes later.
+# nothing for the first program. Fails if the source does not say it, or names a program
+# that is not there or comes later.
 parent() {  # PROGRAM
   local program=$1 parent first
   parent=$(sed -En '1,15s|.*// Based on (\w+)[.:].*|\1|p' "src/$program.cpp") ||
     return
-  [ "$parent" != nothing ] || return 0
   first=$(programs | head -n 1)
   if [ -z "$parent" ]; then
     [ "$program" != "$first" ] || return 0

@@ -466,12 +466,10 @@ def names_in(root, program):
 
 def check_names(page):
     """Each name of libfabric's and CUDA's that the program uses, and none of its
-    ancestors, is named in the text of its chapters. Everybody has read about the first
-    program, on which none is based."""
+    ancestors, is named in the text of its chapters."""
     if page.program not in programs(page.root) or not page.is_main:
         return []
-    earlier = {programs(page.root)[0], *page.ancestors} - {page.program}
-    known = set().union(*(names_in(page.root, program) for program in earlier))
+    known = set().union(*(names_in(page.root, program) for program in page.ancestors))
     said = set(NAME.findall("\n".join(
         without_targets(one.prose) for one in page.companions)))
     missing = sorted(names_in(page.root, page.program) - known - said)

@@ -66,12 +66,10 @@ compare() {  # GIT_OPTION...
     [ $? -eq 1 ]
 }
 
-# Prints the number of the line where a program's application begins, which is a
-# dashed rule. Prints nothing if the program has no such section.
+# Prints the number of the line where a program's application begins. Prints nothing if
+# the program has no such section.
 application() {  # PROGRAM
-  local title
-  title=$(grep -n -m 1 -x '// The application' "src/$1.cpp" | cut -d: -f1) || true
-  [ -z "$title" ] || echo $((title - 1))
+  grep -n -m 1 -x '// ---- The application ----' "src/$1.cpp" | cut -d: -f1 || true
 }
 
 before_at=$(application "$before")

@@ -56,7 +56,14 @@ PROMISES = {
         "send": Promise([["lager"]], "^Sent CONNECT message to server$",
                         {"^Received CONNECT message from client ": 1,
                          "^Received 5 bytes: lager$": 1})},
-    "6_write": {"": Promise([["65536", "20"]], client="^Data is correct")},
+    "6_write": {
+        "": Promise([["65536", "20"]] * 2, "^Data is correct\\.$",
+                    {"WRITE: 100%, 20/20$": 2}),
+        "write": Promise(client="^Data is correct\\.$", server={"WRITE: done$": 1}),
+        "number": Promise([["8"], ["65536"]], "^Received RDMA WRITE to local memory\\.$",
+                          {"WRITE: done$": 2}),
+        "pages": Promise([["65536", "20"]] * 2, "^Data is correct\\.$",
+                         {"WRITE: done$": 2})},
     "7_queue": {"": Promise([["4096", "100", "3"]], client="^Data is correct",
                             server={"bw=[0-9.]+Gbps": 1})},
 }

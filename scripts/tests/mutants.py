@@ -130,6 +130,10 @@ MUTANTS = {
         "      line.TellAll();\n",
         "      if (clients.size() >= kMaxClients) line.TellAll();\n",
         "test_strict.py test_slow_endpoints"),
+    "all-connects": Mutant(
+        "who has asked stands in the line before an endpoint is opened", "5_reverse",
+        "for (size_t i = 0; i < kRecvCount; ++i) completions", "completions",
+        "test_strict.py test_slow_endpoints"),
     "line-once": Mutant(
         "nobody stands in the line twice", "5_reverse",
         "if (AddressIn(visitor.connect) != AddressIn(connect)) continue;",

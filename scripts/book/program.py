@@ -47,8 +47,8 @@ class Step(typing.NamedTuple):
 
 def application(source):
     """Where the application begins, as in scripts/diff.sh."""
-    rule = "// The application"
-    return source.index(rule) - 1 if rule in source else 0
+    title = "// ---- The application ----"
+    return source.index(title) if title in source else 0
 
 
 def read_diff(text, before, after):

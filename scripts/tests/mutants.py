@@ -723,19 +723,19 @@ MUTANTS |= {
         "test_strangers.py test_idle_clients and 8_malloc"),
     "leavers-at-the-disk": Mutant(
         "nobody waits until the disk has saved what is left of others", "9_file",
-        "    leaving.remove_if([](auto& client) { return !client.DiskBusy(); });",
-        "    leaving.clear();",
+        "      return client.done && !client.DiskBusy();",
+        "      return client.done;",
         "test_file.py test_disk_that_stands_still"),
     "no-thread": Mutant(
         "a client hears why its chunk can't be saved", "9_file",
-        "      Try([&] { SaveChunk(imm_data - 1); });",
+        "      arrived.push_back(imm_data - 1);",
         "      SaveChunk(imm_data - 1);",
         "test_file.py test_no_thread"),
     "one-endpoint-a-round": Mutant(
         "a server opens one endpoint, then looks at its clients", "9_file",
         "      if (!full && !line.visitors.empty()) {\n",
         "      for (; !full && !line.visitors.empty();\n"
-        "           full = clients.size() + leaving.size() >= kMaxClients) {\n",
+        "           full = clients.size() >= kMaxClients) {\n",
         "test_watch.py test_one_endpoint_a_round and 9_file"),
     "claim-again": Mutant(
         "a key of a client that has gone belongs to the next one in its seat", "10_lock",
@@ -776,8 +776,8 @@ MUTANTS |= {
         "test_sleep.py test_a_later_answer"),
     "crowd-order": Mutant(
         "answers leave in their order", "13_crowd",
-        "    peer.unposted.push_back(std::move(send));",
-        "    peer.unposted.push_front(std::move(send));",
+        "    peer.unposted.push_back({.type",
+        "    peer.unposted.push_front({.type",
         "test_crowd.py test_many_at_once"),
     "crowd-turns": Mutant(
         "those for whom something waits have their turn one after the other", "13_crowd",

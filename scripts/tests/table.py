@@ -401,7 +401,7 @@ TABLE = {
         every_provider=True,
         one_endpoint=True,
         bad_sessions=BAD_CROWDS,
-        most_removed=40),
+        most_removed=41),
 }
 
 # It asks for the same as 7_queue, through several adapters.

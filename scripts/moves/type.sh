@@ -23,9 +23,12 @@ for state in "$move" "$before"; do
   python3 scripts/moves/moves.py state "$state" "$dir/$state.cpp"
 done
 
+# Comments don't count, nor do blanks.
+code() {  # FILE
+  sed -E 's|//.*||' "$1" | grep -vE '^\s*$'
+}
 same_as() {  # STATE
-  diff -qw <(grep -vE '^\s*(//|$)' "$mine") <(grep -vE '^\s*(//|$)' "$dir/$1.cpp") \
-    >/dev/null
+  diff -qw <(code "$mine") <(code "$dir/$1.cpp") >/dev/null
 }
 
 if [ "$what" = typed ]; then
@@ -37,15 +40,17 @@ if [ "$what" = typed ]; then
     echo "$mine is what it should be after move $move."
     exit
   fi
-  echo "$mine is not yet what it should be after move $move; it lacks +, has too much -:"
+  echo "$mine is not yet what it should be after move $move; it lacks +, has too much -" \
+    "(comments don't count):"
   # It exits with 1 for files that differ. Its first lines are about the files.
   { git diff --no-index --patience -w --ignore-blank-lines -I '^[[:space:]]*//' \
-    --color="$([ -t 1 ] && echo always || echo never)" "$mine" "$dir/$move.cpp" ||
+    --color-moved --color="$([ -t 1 ] && echo always || echo never)" "$mine" "$dir/$move.cpp" ||
     [ $? -eq 1 ]; } | tail -n +5
   exit
 fi
 
 if [ ! -f "$mine" ] || [ -n "${FORCE:-}" ]; then
+  [ ! -f "$mine" ] || cp "$mine" "$mine~"
   cp "$dir/$before.cpp" "$mine"
   echo "$mine is the program before move $move now."
 elif same_as "$before"; then

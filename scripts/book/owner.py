@@ -22,7 +22,7 @@ LANE, GAP, ROW = 40, 86, 20  # a lane's height, the space between two, a line of
 
 # An owner's class, and its words in the legend.
 OWNERS = {"mine": ("good", "mine"), "flight": ("data", "in flight: hands off"),
-          "theirs": ("second", "theirs"), "gone": ("idle", "")}
+          "theirs": ("second", "theirs"), "lent": ("idle", ""), "gone": ("idle", "")}
 
 
 class Lane(typing.NamedTuple):
@@ -41,8 +41,8 @@ class Figure(typing.NamedTuple):
     desc: str
     mine: Lane
     theirs: Lane
-    # (class, from, to): down, or up for a reply, and for "CLASS up"; "CLASS lost" ends in
-    # a cross on its way
+    # (class, from, to): down, or up for a reply; "CLASS up" and "CLASS down" say which;
+    # "CLASS lost" ends in a cross on its way
     arrows: list
     notes: list   # (when, line, words, class): between the lanes
 
@@ -86,25 +86,26 @@ FIGURES = {
         [(174, 1, "nobody takes it", "wrong")]),
     6: Figure(
         "Who owns it now? WRITEs, and the notification",
-        """Time runs from left to right, in two lanes. The server's pages are the server's
-        until it posts the first seven of eight WRITEs, then in flight. When these seven have
+        """Time runs from left to right, in two lanes. The client's memory is the client's until
+        its request lends it to the server, and in flight while there are WRITEs. It is the
+        client's again with the notification, the completion of the last WRITE at the client,
+        and not with any completion at the server. The server's pages are the server's until
+        it posts the first seven of eight WRITEs, then in flight. When these seven have
         completed, and not before, it posts the last one, which carries the number. With the
-        completion of the last one, all pages are the server's again. The client's memory is
-        the client's until its request lends it to the server, and in flight while there are
-        WRITEs. It is the client's again with the notification, the completion of the last
-        WRITE at the client, and not with any completion at the server.""",
+        completion of the last one, all pages are the server's again.""",
+        Lane("the client's pages",
+             [(12, "mine", "mine"), (62, "lent", "lent"), (106, "flight", "in flight"),
+              (384, "mine", "mine")],
+             [(62, ["request"], "bold"), (384, ["notification"], "bold")]),
         Lane("the server's pages",
-             [(12, "mine", "mine"), (106, "flight", "7 WRITEs in flight"),
-              (256, "flight", "the last one"), (432, "mine", "mine")],
+             [(12, "theirs", "theirs"), (106, "flight", "7 WRITEs in flight"),
+              (256, "flight", "the last one"), (432, "theirs", "theirs")],
              [(106, ["post 7"], "bold"), (256, ["7 completions,", "post the last"], "bold"),
               (432, ["completion"], "bold")]),
-        Lane("the client's pages",
-             [(12, "theirs", "theirs"), (62, "mine", "lent"), (106, "flight", "in flight"),
-              (384, "theirs", "theirs")],
-             [(62, ["request"], "bold"), (384, ["notification"], "bold")]),
-        [("data", 116, 172), ("reply", 182, 250), ("data", 266, 368), ("reply", 376, 426)],
-        [(142, 2, "7 pages", "end"), (208, 0, "in place", "end"),
-         (300, 1, "page and", "end"), (300, 2, "number", "end")]),
+        [("data up", 116, 172), ("reply down", 182, 250), ("data up", 266, 368),
+         ("reply down", 376, 426)],
+        [(142, 0, "7 pages", "end"), (208, 2, "in place", "end"),
+         (324, 0, "page and", "end"), (296, 1, "number", "end")]),
     7: Figure(
         "Who owns it now? A page that waits in pending_ops",
         """Time runs from left to right, in two lanes. The server's page is the server's until
@@ -120,8 +121,8 @@ FIGURES = {
              [(72, ["post"], "bold"), (248, ["libfabric", "takes it"], ""),
               (382, ["completion"], "bold")]),
         Lane("a page of the client's",
-             [(12, "mine", "lent to me"), (248, "flight", "in flight"),
-              (382, "mine", "lent"), (456, "theirs", "theirs")],
+             [(12, "lent", "lent to me"), (248, "flight", "in flight"),
+              (382, "lent", "lent"), (456, "theirs", "theirs")],
              [(456, ["notification"], "bold")]),
         [("data", 258, 354), ("reply", 364, 376)],
         [(82, 0, "no room yet: libfabric", ""), (82, 1, "has not seen it", ""),
@@ -141,8 +142,8 @@ FIGURES = {
              [(108, ["post"], "bold"), (188, ["completion"], "bold", 1),
               (236, ["post"], "bold"), (312, ["completion"], "bold", 1)]),
         Lane("a piece of the server's pool",
-             [(12, "theirs", "theirs"), (64, "mine", "lent"), (108, "flight", "WRITE"),
-              (188, "mine", "lent"), (236, "flight", "READ"), (312, "mine", "lent"),
+             [(12, "theirs", "theirs"), (64, "lent", "lent"), (108, "flight", "WRITE"),
+              (188, "lent", "lent"), (236, "flight", "READ"), (312, "lent", "lent"),
               (356, "theirs", "another client's?")],
              [(64, ["answer", "to MALLOC"], "bold"), (356, ["post", "of FREE"], "bold")]),
         [("data", 116, 170), ("reply", 178, 186), ("data up", 248, 306),
@@ -163,8 +164,8 @@ FIGURES = {
              [(128, ["post"], "bold"), (238, ["completion"], "bold"),
               (424, ["post"], "bold")]),
         Lane("a slot of the receiver's",
-             [(12, "mine", "lent to me"), (128, "flight", "in flight"),
-              (218, "theirs", "saves chunk 0"), (346, "theirs", ""), (374, "mine", "lent"),
+             [(12, "lent", "lent to me"), (128, "flight", "in flight"),
+              (218, "theirs", "saves chunk 0"), (346, "theirs", ""), (374, "lent", "lent"),
               (424, "flight", "in flight")],
              [(218, ["notification"], "bold"), (374, ["credit"], "bold")]),
         [("data", 138, 200), ("reply", 206, 234), ("call up", 346, 372),
@@ -207,7 +208,7 @@ FIGURES = {
              [(76, ["post", "on A"], "bold"), (228, ["4 s of silence:", "close A,", "post on B"], "bold"),
               (324, ["completion"], "bold")]),
         Lane("its place at the client",
-             [(12, "mine", "lent"), (76, "flight", "in flight"),
+             [(12, "lent", "lent"), (76, "flight", "in flight"),
               (356, "flight", "late bytes?"), (450, "theirs", "theirs")],
              [(356, ["notification"], ""), (450, ["rails", "closed"], "bold")]),
         [("data", 238, 306), ("reply", 308, 322), ("wrong", 86, 412)],
@@ -262,7 +263,7 @@ def draw_lane(lane, whose, y, above):
 def draw_arrow(kind, start, end, top):
     kind, *rest = kind.split()
     edges = top + 1, top + GAP - 2
-    if "up" in rest or kind == "reply":
+    if "up" in rest or kind == "reply" and "down" not in rest:
         edges = top + GAP - 1, top + 2
     if "lost" in rest:
         x, y = start + (end - start) * 3 // 4, edges[0] + (edges[1] - edges[0]) * 3 // 4

@@ -151,34 +151,6 @@ def test_5_reverse(run, broken):
         server.stop()
 
 
-def test_6_write(broken):
-    """Nothing is wrong, until the network does what it may."""
-    for provider in "", "shm":
-        server = broken("6_write", provider)
-        for _ in range(3):
-            server.check_client()
-        server.stop()
-        server = broken("6_write", provider, LD_PRELOAD=f"{ROOT}/{BUILD}/reorder.so")
-        client = server.start_client(LD_PRELOAD="")
-        assert client.wait() == 1
-        assert client.output.endswith(
-            "Received RDMA WRITE to local memory.\nerror: the data is not correct\n")
-        server.stop()
-
-
-def test_7_queue(broken):
-    """The report of progress queues behind all WRITEs, so the client hears nothing."""
-    server = broken("7_queue")
-    client = server.start_client("1048576", "16", "20000")
-    assert client.wait() == 1
-    assert "error: waiting for the pages: nothing has happened for 10 s" in \
-        client.output
-    # It was served all the time, and the server has told it so.
-    assert re.search(r"^\[1\] .*WRITE: +\d+%, \d+/320000,", server.process.output,
-                     re.M)
-    server.stop()
-
-
 def test_8_malloc(broken):
     """One client alone finds its data in memory that it has given back. If another one
     borrows that memory in between, the first one doesn't."""

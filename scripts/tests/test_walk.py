@@ -1,7 +1,8 @@
-"""What goes wrong before a move of chapters 4 and 5, and is right after it: the chapters
+"""What goes wrong before a move of chapters 4 to 7, and is right after it: the chapters
 have the reader see both."""
 
 import os
+import re
 import subprocess
 import time
 
@@ -9,7 +10,7 @@ import pytest
 
 import moves
 from harness import BUILD, PROVIDERS, First
-from repository import ROOT, build_moves
+from repository import ROOT, build_moves, make
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
@@ -197,3 +198,106 @@ def test_places_of_those_who_stand_still(walk, still):
     server.process.wait_for("Received CONNECT", count=8)
     last = server.start_client()
     assert last.wait() == 1 and f"waiting for ACCEPT: {GIVEN_UP}" in last.output
+
+
+# Sides of 6_write, on networks that this machine hasn't got. The stand-ins know the
+# functions that a program calls, and reorder.so is for the side that WRITEs.
+LATE = {"LD_PRELOAD": f"{ROOT}/{BUILD}/reorder.so"}
+PIECES = {"STRICT_PIECES": "16", "STRICT_DELAY_US": "20000"}
+
+
+@after(6, "write number")
+def test_looking(walk, tmp_path):
+    """Both ends of a page are there, and the middle is not: not each time, but soon."""
+    strict = {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path)}
+    server = walk(6, "write", "shm", **strict, **PIECES)
+    for _ in range(20):
+        client = server.start_client()
+        if client.wait() == 1:
+            break
+    assert "The page is there.\nerror: the data is not correct\n" in client.output
+    server = walk(6, "number", "shm", **strict, **PIECES)
+    for _ in range(5):
+        client = server.start_client()
+        assert client.wait() == 0 and "Data is correct" in client.output
+
+
+@pytest.mark.parametrize("provider", ["", "shm"])
+@after(6, "pages rule")
+def test_overtaking(walk, provider):
+    """The number overtakes the pages, until it waits for them."""
+    server = walk(6, "pages", provider)
+    for _ in range(3):
+        assert server.start_client("4096", "1000").wait() == 0
+    for word, status, said in [("pages", 1, "error: the data is not correct"),
+                               ("rule", 0, "Data is correct.")]:
+        server = walk(6, word, provider, **LATE)
+        server.env = {}
+        client = server.start_client("4096", "1000")
+        assert client.wait() == status
+        assert client.output.endswith(
+            f"Received RDMA WRITE to local memory.\n{said}\n"), client.output
+
+
+@after(6, "rule distrust")
+def test_no_word(walk):
+    """A page that has not even one word ends a server that believes everything."""
+    server = walk(6, "rule")
+    client = server.start_client("4", "1")
+    assert server.process.wait() != 0
+    assert client.wait() != 0
+    believing = server.path
+    server = walk(6, "distrust")
+    server.path = believing
+    client = server.start_client("4", "1")
+    assert client.wait() == 1
+    assert "refused: bad message: the server has no room for 1 pages of 4 bytes" in \
+        client.output
+    assert server.start_client("8", "1").wait() == 0
+
+
+@pytest.mark.parametrize("word", ["measure", "queue"])
+@over_tcp
+@after(7, "measure progress queue flight awake")
+def test_silent(walk, word):
+    """A client that hears nothing gives up, although its pages arrive. First nobody tells
+    it anything, then what it is told waits behind all WRITEs."""
+    server = walk(7, word, "tcp")
+    client = server.start_client("65536", "1000", "12")
+    assert client.wait() == 1
+    assert f"error: waiting for the pages: {GIVEN_UP}" in client.output
+
+
+@over_tcp
+@after(7, "flight awake")
+def test_asleep(walk):
+    """Over tcp, a page takes a whole millisecond as long as both sides sleep."""
+    def seconds(word):
+        server = walk(7, word, "tcp")
+        assert server.start_client("65536", "1000", "3").wait() == 0
+        server.process.wait_for("WRITE: 100%")
+        return float(re.findall(r"\[([0-9.]+)s\] WRITE: 100%", server.process.output)[-1])
+    assert seconds("flight") > 3
+    assert seconds("awake") < 3
+
+
+@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@after(6, "gpu copy flush")
+def test_gpu(run, tmp_path):
+    """The processor must not touch the GPU's memory, the copy has to end before the WRITE,
+    and what has come has to be flushed. The stand-ins have a GPU, and an adapter for it."""
+    words = [moves.word(path) for path in moves.patches("6_write")]
+    names = {word: f"6.{words.index(word) + 1}" for word in ("gpu", "copy", "flush")}
+    make(*(f"{BUILD}/cuda/{name}" for name in names.values()))
+    strict = {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path)}
+    for one, other, said in [("copy", "flush", "error: the data is not correct"),
+                             ("flush", "copy", "error: the data is not correct"),
+                             ("flush", "flush", "Data is correct.")]:
+        server = First(run, f"{BUILD}/cuda", names[one], "shm", **strict)
+        server.path = f"{BUILD}/cuda/{names[other]}"
+        client = server.start_client()
+        assert client.wait() == ("error" in said) and said in client.output
+        assert "on cuda:0" in client.output
+    server = First(run, f"{BUILD}/cuda", names["gpu"], "shm", **strict)
+    server.start_client()
+    assert server.process.wait() != 0

@@ -15,7 +15,7 @@ import pytest
 from fakes import FakeClient
 from harness import BUILD, OVER_VERBS, PROGRAMS, PROVIDERS, ROOT, Server
 from messages import ACCEPT, base
-from repository import QUICKLY, make, number
+from repository import QUICKLY, build_moves, make, number
 
 sys.path.append(f"{ROOT}/scripts/watch")
 import draw  # noqa: E402
@@ -112,7 +112,7 @@ def test_behind(tmp_path, behind):
 
 # What the recorder names in the broken programs, over plain tcp, and what they are run with.
 # In break-9, the server's own thread still saves what is overwritten.
-BREAKS = {"2_first": ("flight", [], {}), "6_write": ("number", [], {}),
+BREAKS = {"2_first": ("flight", [], {}),
           "9_file": ("lent", [], {}),
           "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "1"})}
 
@@ -127,6 +127,15 @@ def test_break(tmp_path, program):
     assert status == 1, output
     assert RULES[rule] in rules(run.wrongs), output
     assert f"(chapter {model.RULES[rule][1]})" in output
+
+
+@pytest.mark.parametrize("move,rule,env", [
+    ("6.1", "lent", {"WATCH_TRAP": "1"}), ("6.3", "number", {})])
+def test_move(tmp_path, move, rule, env):
+    """A move that goes wrong on other networks."""
+    status, output, run = watch(tmp_path, f"{build_moves([move])}/{move}", **env)
+    assert status == 1, output
+    assert RULES[rule] in rules(run.wrongs), output
 
 
 def test_by_hand(run, tmp_path):

@@ -1372,7 +1372,7 @@ struct ServedClient {
       SendNumbers(session, AppMessageType::kCredit, credits);
       if (DiskBusy()) WaitForDisk(session, alive_at);
     } catch (const std::exception& e) {
-      if (state != State::kRefused) Refuse(e.what());
+      if (state != State::kRefused) RefuseFile(e.what());
     }
     session.endpoint.CheckSilence("waiting for the client");
     return completions;
@@ -1391,7 +1391,7 @@ struct ServedClient {
 
   // Tells the client why its file is not saved. It may still WRITE, so we keep
   // the session until it has heard that and says BYE.
-  void Refuse(const std::string& reason) {
+  void RefuseFile(const std::string& reason) {
     PrintLine(stderr, number, "error: " + Printable(reason));
     state = State::kRefused;
     session.Refuse(reason);
@@ -1565,8 +1565,11 @@ int ServerMain(const char* program, const std::string& directory) {
         if (!client.done) completions += client.Poll();
         busy |= client.Busy();
       } catch (const std::exception& e) {
-        // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client.number, "error: " + Printable(e.what()));
+        // It ends this client's session, and costs the others nothing. What is
+        // wrong with a client is said once.
+        if (client.state != ServedClient::State::kRefused) {
+          PrintLine(stderr, client.number, "error: " + Printable(e.what()));
+        }
         client.done = true;
       }
       return client.done && !client.DiskBusy();

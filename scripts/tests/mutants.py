@@ -345,8 +345,8 @@ MUTANTS = {
         "test_file.py test_slow_leavers"),
     "refused-writer": Mutant(
         "a client that is refused has time to hear it", "9_file",
-        "      if (state != State::kRefused) Refuse(e.what());\n",
-        "      Refuse(e.what());\n"
+        "      if (state != State::kRefused) RefuseFile(e.what());\n",
+        "      RefuseFile(e.what());\n"
         "      throw;\n",
         "test_file.py test_refused_while_it_writes"),
     "lease-of-a-turn": Mutant(

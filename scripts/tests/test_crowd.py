@@ -79,7 +79,7 @@ TURNS = """
 int CheckTurns() {
   static size_t tries[2] = {};
   Peer peers[2];
-  Domain domain(GetInfo());
+  Domain domain;
   Mailbox mailbox(domain, 1);
   struct fi_ops_msg full = *mailbox.endpoint.ep.ptr->msg;
   full.sendmsg = [](struct fid_ep*, const struct fi_msg* msg, uint64_t) {

@@ -62,7 +62,7 @@ class Repository:
 # A step of two moves. The second one removes a line of the first, and indents one of the
 # parent's.
 STATES = ["""\
-// Based on nothing.
+// The first one.
 int one() {
   return 1;
 }

@@ -1156,7 +1156,7 @@ int ClientMain(const Address& server_addr, AppMessageType type,
   }
   Domain domain;
   Client client(domain, server_addr);
-  // A signal may come before the first contact, or wait for its end. In between,
+  // A signal may come before the first contact or wait for its end. In between,
   // the shm provider of libfabric 1.17 would end the server with us.
   CheckInterrupted();
   client.Connect();

@@ -179,7 +179,8 @@ ssize_t CqRead(struct fid_cq* cq, void* buf, size_t count) {
     struct fi_cq_err_entry error = {};
     queue.real_cq->readerr(cq, &error, 0);
     if (error.err != FI_ETRUNC) Die("another error than a truncation");
-    *entries = {error.op_context, error.flags, error.len + error.olen, nullptr, 0};
+    *entries = {error.op_context, error.flags, error.len + error.olen, nullptr,
+                0};
     return 1;
   }
   if (ret < 0 && ret != -FI_EAGAIN) return ret;

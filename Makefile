@@ -185,7 +185,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo moves watch test test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
+.PHONY: demo moves watch test test-all test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
   bench-rails bench-crowd lint book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
@@ -197,6 +197,11 @@ demo:
 test:
 	@scripts/install-deps.sh build test book
 	@scripts/test.sh
+
+# Every test with everything that it takes.
+test-all:
+	@scripts/install-deps.sh build test book
+	@ALL=1 scripts/test.sh
 
 # Over Soft-RoCE, here or in a virtual machine: ARGS="-k test_data".
 test-rdma:
@@ -329,6 +334,7 @@ help:
 	@echo 'make mine       build one of your own, src/mine.cpp'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
 	@echo 'make test       build and check everything'
+	@echo 'make test-all   check with every program, provider and build: twice as long'
 	@echo 'make test-rdma  run the programs over real verbs, without a card'
 	@echo 'make mutants    break the programs: does a test notice?'
 	@echo 'make fuzz       send the servers messages that are wrong at random places'

@@ -4,6 +4,9 @@
 # Usage: scripts/test.sh [PYTEST_OPTION...]
 #   scripts/test.sh -k test_four_clients   runs one test
 #   scripts/test.sh -k test_chapters       runs those of one file
+# Named like this, a test runs with every program and provider that it takes. Without
+# options, or with ALL=0, most run with each of these once, and some not at all: see
+# scripts/README.md.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
@@ -21,6 +24,7 @@ done
 
 # The tests look for the programs here.
 export BUILD=build
+export ALL=${ALL:-$(($# > 0))}
 # A program of somebody's own is no matter of the tests, and may be half done.
 make -j2 all OWN= build/sender build/allocator build/callbacks build/inside_queue \
   build/inside_lock build/bench_loop build/reorder.so build/watch.so build/races \

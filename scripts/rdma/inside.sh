@@ -10,6 +10,8 @@ cd "$(dirname "$0")/../.."
 export BUILD=build/rdma/build
 # More time for the tests than on a real processor.
 export TIME_FACTOR=5
+# Every combination that makes sense here.
+export ALL=1
 scripts/soft-roce up
 trap 'scripts/soft-roce down' EXIT
 ulimit -l unlimited

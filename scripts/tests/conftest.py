@@ -1,5 +1,6 @@
 """The fixtures and hooks of pytest. What they need without pytest is in harness.py."""
 
+import itertools
 import os
 import pty
 import re
@@ -27,16 +28,72 @@ from links import Network  # noqa: E402
 from table import TABLE  # noqa: E402
 
 
+# Whether to run each test with everything that it takes (make test-all).
+ALL = os.environ.get("ALL") == "1"
+# Otherwise what many programs share, letter for letter, is tried with these.
+EXAMPLES = "4_hello", "5_reverse", "7_queue", "13_crowd"
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "builds(*names): the builds to test")
     config.addinivalue_line(
         "markers", "may_warn(pattern, provider, program): it may print this warning")
+    config.addinivalue_line("markers", "thorough: only make test-all runs it")
+    config.addinivalue_line(
+        "markers", "every_program: with each of them, also where only examples are tried")
     config.addinivalue_line("markers", "long: it waits for more than half a minute")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """What waits long begins first. Begun last, it would have the cores to itself."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    if not ALL:
+        quick = [item for item in items if not item.get_closest_marker("thorough")]
+        left_out = set(items) - each_value_once(quick)
+        config.hook.pytest_deselected(items=list(left_out))
+        items[:] = [item for item in items if item not in left_out]
+
+
+def params(item):
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+def values(item):
+    """What a test is run with: a tuple of names and a text for each parametrize, and
+    for the build."""
+    names = [tuple(re.split("[ ,]+", mark.args[0]))
+             for mark in item.iter_markers("parametrize")]
+    names += [(name,) for name in params(item) if (name,) not in names and
+              not any(name in several for several in names)]
+    return {(several, repr([params(item)[name] for name in several]))
+            for several in names}
+
+
+def is_refused(item):
+    """Whether the test will be skipped, because its program can't run so."""
+    program = params(item).get("program")
+    return program in TABLE and params(item).get("provider") in TABLE[program].refused_by
+
+
+def each_value_once(items):
+    """Of a test with all programs, all providers and both builds, as few as have each
+    program, each provider and each build once. Of more than four programs only the
+    examples, unless the test has the marker every_program."""
+    kept = set()
+    for _, same in itertools.groupby(
+            sorted(items, key=lambda item: item.nodeid.partition("[")[0]),
+            key=lambda item: item.nodeid.partition("[")[0]):
+        same = [item for item in same if not is_refused(item)]
+        programs = {params(item).get("program") for item in same}
+        if len(programs) > 4 and not same[0].get_closest_marker("every_program"):
+            same = [item for item in same if params(item)["program"] in EXAMPLES] or same
+        missing = set().union(*map(values, same))
+        while missing:
+            most = max(same, key=lambda item: len(values(item) & missing))
+            kept.add(most)
+            missing -= values(most)
+        kept.update(item for item in same if not params(item))
+    return kept
 
 
 def pytest_generate_tests(metafunc):

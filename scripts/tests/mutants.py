@@ -972,7 +972,7 @@ class Copy:
 
     def run(self, *command):
         return subprocess.run(
-            command, cwd=self.root, env={**os.environ, "BUILD": "build"}, text=True,
+            command, cwd=self.root, env={**os.environ, "BUILD": "build", "ALL": "1"}, text=True,
             check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
     def make(self, target, build, flags):

@@ -231,6 +231,7 @@ def place_of_a_dead_client(run, serve, program):
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_junk_to_the_place_of_a_dead_client(run, serve):
     """A server gives up a client that has gone, whatever others send to its session."""
     with concurrent.futures.ThreadPoolExecutor(len(SESSIONS)) as pool:
@@ -245,6 +246,7 @@ RAILS = 48
 MOST_RAILS = 4  # of a client, at an adapter of the server
 
 
+@pytest.mark.thorough
 def test_many_rails(run, serve):
     """Somebody asks for rails without end. A transfer goes on meanwhile, and the server
     opens no more of them than a client may have."""

@@ -103,6 +103,7 @@ def test_bench(tmp_path):
             assert row["settings"] == ""
 
 
+@pytest.mark.thorough
 def test_lock(tmp_path):
     link_programs(tmp_path)
     output = run_bench(str(tmp_path), "--lock", COUNT="20")
@@ -130,6 +131,7 @@ def test_rails(tmp_path):
         assert re.search(rf"(?m)^{links}: / iperf3 +>= 0.9[57] +[0-9.]+$", output)
 
 
+@pytest.mark.thorough
 def test_crowd(tmp_path):
     """Without redis. The patch fits, and its server has an endpoint for each client."""
     link_programs(tmp_path)
@@ -359,6 +361,7 @@ def test_no_link(monkeypatch, tmp_path, capsys, measure):
     assert re.search("^No link of 2gbit: .*unshare.*\n$", capsys.readouterr().out)
 
 
+@pytest.mark.thorough
 def test_variants(tmp_path):
     """A variant is built, differs, and is measured beside the unchanged program.
     MAKEFLAGS is in the environment when make runs the benchmark."""

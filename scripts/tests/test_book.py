@@ -105,6 +105,7 @@ def moves_of(path):
     return {move["name"]: move for move in json.loads(found[1])} if found else {}
 
 
+@pytest.mark.thorough
 def test_links(out, pages):
     """They lead to a page of the book that has the place, or into the web. No two places
     of a page have the same name."""

@@ -75,6 +75,7 @@ def test_4_hello_knows_no_sender(run, tmp_path):
 
 
 @ends_in_a_rendezvous
+@pytest.mark.thorough
 def test_5_reverse_killed(run, tmp_path):
     """A client that is killed while it stands still: the server notices the silence,
     says what is in flight to it, and goes on. A client that is only late: over shm it
@@ -151,6 +152,7 @@ def test_5_reverse(run, broken):
         server.stop()
 
 
+@pytest.mark.thorough
 def test_8_malloc(broken):
     """One client alone finds its data in memory that it has given back. If another one
     borrows that memory in between, the first one doesn't."""
@@ -165,6 +167,7 @@ def test_8_malloc(broken):
     server.stop()
 
 
+@pytest.mark.thorough
 def test_8_malloc_stopped(broken):
     """A server stands still while its client READs, which waits for three seconds
     first. Through shared memory the client needs no answer for that. Over TCP it gets
@@ -186,6 +189,7 @@ def test_8_malloc_stopped(broken):
         server.stop()
 
 
+@pytest.mark.thorough
 def test_9_file(broken, tmp_path):
     """Everybody is content, and the file has the right size and the wrong bytes."""
     source = tmp_path / "original"
@@ -202,6 +206,7 @@ def test_9_file(broken, tmp_path):
         server.stop()
 
 
+@pytest.mark.thorough
 def test_10_lock(broken):
     """Where nobody waits and nobody compares, two clients lose changes, and know how
     many: those that are missing in the server's ledger. One alone loses none."""
@@ -222,6 +227,7 @@ def test_10_lock(broken):
     server.stop()
 
 
+@pytest.mark.thorough
 def test_11_rails(broken, network):
     """One link is slow, so what is on its way there comes after the notification."""
     network.plug_all(2, mbits=None)
@@ -238,6 +244,7 @@ def test_11_rails(broken, network):
 
 
 @pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others have room for everything")
+@pytest.mark.thorough
 def test_13_crowd(run, broken):
     """A client that asks and never reads: the right server forgets it, and with the
     broken one nobody else hears anything, until that client ends."""
@@ -266,6 +273,7 @@ def cpu_seconds(process):
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
+@pytest.mark.thorough
 def test_12_sleep(run, broken):
     """Until its first client it sleeps. From then on it only says so."""
     servers = [broken("12_sleep"), Server(run, BUILD, "12_sleep")]

@@ -36,13 +36,14 @@ def test_no_chapter_is_left_out():
 
 
 @pytest.mark.parametrize("path", PAGES)
-@pytest.mark.parametrize("check", CHECKS)
-def test_page(check, path):
-    messages = CHECKS[check](Page(ROOT, path))
+def test_page(path):
+    page = Page(ROOT, path)
+    messages = [message for check in CHECKS.values() for message in check(page)]
     assert not messages, "\n".join(messages)
 
 
 @pytest.mark.parametrize("program", chapters.pages_of_programs(ROOT))
+@pytest.mark.every_program
 def test_lines(program):
     """Its chapters quote enough of its new lines, and count them right."""
     page = chapters.pages_of_programs(ROOT)[program]
@@ -66,7 +67,9 @@ def copy(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("path", PAGES)
+@pytest.mark.parametrize("path", [
+    path if "/5" in path or "/12" in path else pytest.param(path, marks=pytest.mark.thorough)
+    for path in PAGES])
 def test_finds_what_is_not_quoted(copy, path):
     """A chapter fails that is nothing but its heading and a link to its program, and one
     that has lost the excerpt with most new lines. If a chapter has got better and fails

@@ -217,6 +217,7 @@ def test_many_at_once(run, serve, provider):
     server.stop()
 
 
+@pytest.mark.thorough
 def test_turns(run, variants):
     """Those for whom something waits have their turn one after the other."""
     process = run([f"{variants}/{PROGRAM}"], TURNS="1")
@@ -255,6 +256,7 @@ def test_full_store(run, serve_variant):
 
 
 @pytest.mark.builds("plain")
+@pytest.mark.thorough
 def test_tiny_entries(run, serve_variant):
     """Entries without a value take room as well."""
     server = serve_variant(kMaxStoreSize=1000)
@@ -361,6 +363,7 @@ NO_LIMIT = 1 << 20
     ({"kMaxUnsent": NO_LIMIT}, False, True),
     ({"kMaxUnsent": NO_LIMIT, "kMaxInFlight": NO_LIMIT}, False, False)],
     ids=["limits", "in flight", "no limits"])
+@pytest.mark.thorough
 def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
     """A client that asks and reads no answer has no more than its share of the room
     for SENDs. Without the limits, nobody else gets an answer."""
@@ -416,6 +419,7 @@ def test_forgotten_too_late(serve_variant, cleanup):
 
 @not_over_verbs("an adapter has no such queues")
 @pytest.mark.builds("sanitized")
+@pytest.mark.thorough
 def test_deaf_and_forgotten(run, serve, variants):
     """What is in flight to a deaf client completes after the server has forgotten it. Its
     record is there until then."""
@@ -432,6 +436,7 @@ def test_deaf_and_forgotten(run, serve, variants):
 
 @pytest.mark.builds("plain")
 @one_provider
+@pytest.mark.thorough
 def test_stopped_for_long(serve_variant, provider):
     """Clients that stand still for longer than the server remembers them are forgotten,
     and come back by a new CONNECT. All their answers are right."""

@@ -52,6 +52,7 @@ def test_killed_clients(serve, program, provider):
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize(
     "program,provider", [("7_queue", ""), ("11_rails", "")])
+@pytest.mark.thorough
 def test_stopped_clients(serve, program, provider):
     """Four clients that are stopped, in the middle of the handshake or of a
     transfer. They cost the others nothing, and their sessions end after the limit
@@ -129,6 +130,7 @@ def test_server_gone(serve, run, build, program):
 
 @pytest.mark.builds("sanitized")  # it takes long
 @pytest.mark.parametrize("program", ["7_queue", "8_malloc", "11_rails"])
+@pytest.mark.thorough
 def test_server_killed_during_work(serve, program):
     """Through tcp. Through shm, libfabric 1.17 may never return: the server may
     have held a lock that lies in memory of both."""
@@ -383,6 +385,7 @@ def client_args(program, address=ADDRESS):
 
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.every_program
 def test_wrong_arguments(build, program):
     # What is wrong with these is the address, and nothing else.
     wrong = {what: [*args, *TABLE[program].least]

@@ -879,6 +879,7 @@ def test_same_name(serve, run):
 
 @pytest.mark.builds("sanitized")
 @sturdy_providers
+@pytest.mark.thorough
 def test_senders_that_go(run, serve, provider):
     """Senders that are killed at any moment, one that is stopped, one that says no
     more, and one that takes no answers. Nothing is left of their files: the server
@@ -924,6 +925,7 @@ def test_senders_that_go(run, serve, provider):
 
 
 @pytest.mark.builds("sanitized")
+@pytest.mark.thorough
 def test_servers_that_go(serve):
     """Servers that are killed at any moment, and servers that end because of a
     Ctrl-C, which leave nothing behind. Their senders say so within 15 s. Of a

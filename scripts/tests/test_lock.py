@@ -101,6 +101,7 @@ def test_stopped_server(serve, provider):
 
 @pytest.mark.long
 @pytest.mark.builds("plain")
+@pytest.mark.thorough
 def test_stopped_in_the_log(serve):
     """A client that stands still there holds nobody up. Killed, it leaves one hole at
     most: the place for which it had a ticket."""
@@ -147,6 +148,7 @@ def test_holder_that_goes(serve, provider, signum):
 
 @pytest.mark.builds("sanitized")
 @two_providers
+@pytest.mark.thorough
 def test_slow_holder(serve, provider):
     """A client that holds the lock for longer than a lease loses it. What it would
     have changed does no harm, and it changes that again."""
@@ -377,6 +379,7 @@ def test_late_writes(serve, provider):
 
 
 @pytest.mark.builds("plain")
+@pytest.mark.thorough
 def test_late_completions(serve):
     """A client whose own ledger is the valid one WRITEs the next one aside, and loses
     its turn before it can make that valid. So nobody ever sees it."""

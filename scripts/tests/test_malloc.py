@@ -133,6 +133,7 @@ def test_refusals(run, serve, provider):
     server.stop()
 
 
+@pytest.mark.thorough
 def test_many_pieces(run, tmp_path):
     """A client has so many pieces at most, 3 here. It gets another one for one that it
     gives back."""
@@ -169,6 +170,7 @@ def test_a_bad_end(run, serve):
 
 @pytest.mark.builds("plain")
 @two_providers
+@pytest.mark.thorough
 def test_flood(run, serve, provider):
     """A client that asks and asks, and takes no answer. It costs the server no
     memory to speak of, and others nothing."""
@@ -265,6 +267,7 @@ def test_too_much(serve):
 
 @pytest.mark.builds("sanitized")
 @two_providers
+@pytest.mark.thorough
 def test_interrupted(serve, provider):
     """Clients that are interrupted among their WRITEs, and among their READs."""
     server = serve("8_malloc", provider)

@@ -89,6 +89,7 @@ def test_at_the_door(run, serve, program, provider):
 
 
 @each_session
+@pytest.mark.every_program
 def test_in_a_session(run, serve, program, provider):
     """Messages that end the session of their sender. What has not the nonce of the
     session does not, whatever it is: it comes from a stranger, or was meant for a

@@ -224,6 +224,7 @@ def test_feed_from_the_page(run, tmp_path):
         made.stop()
 
 
+@pytest.mark.thorough
 def test_feed(run, tmp_path):
     """Each item comes once, and as it was made, on a network without order."""
     feed = Made(run, tmp_path, "feed", **strict(run))
@@ -236,6 +237,7 @@ def test_feed(run, tmp_path):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
+@pytest.mark.thorough
 def test_feed_without_ours(run, tmp_path):
     """The sum is right all the same, but strict.so finds it."""
     # The server hears of its WRITEs late, and its client of everything at once.
@@ -248,6 +250,7 @@ def test_feed_without_ours(run, tmp_path):
                      feed.server.output), feed.server.output
 
 
+@pytest.mark.thorough
 def test_feed_without_credit(run, tmp_path):
     """The server finds it, and strict.so does not."""
     feed = Made(run, tmp_path, "feed", "      if (!slots[i].credit) continue;\n", "",
@@ -263,6 +266,7 @@ def test_feed_without_credit(run, tmp_path):
 
 # ---- A cache ----
 
+@pytest.mark.thorough
 def test_cache(run, tmp_path):
     """What a client was told of stays as it is, however long the client takes, although
     others replace the values of all keys. Then two of four clients work. Of the two that
@@ -289,6 +293,7 @@ def test_cache(run, tmp_path):
     assert "the pool lends 32768 bytes in 8 pieces, and has" in cache.stop()
 
 
+@pytest.mark.thorough
 def test_cache_published_early(run, tmp_path):
     """Before its WRITE has completed: somebody finds a value that is none."""
     wait = "    WaitForAll();\n"
@@ -324,6 +329,7 @@ def copies():
 
 
 @pytest.mark.parametrize("commands", copies())
+@pytest.mark.thorough
 def test_copy(tmp_path, commands):
     """Such a copy differs from its program, and compiles."""
     shutil.copy(f"{ROOT}/Makefile", tmp_path)
@@ -340,6 +346,7 @@ def test_copy(tmp_path, commands):
                    cwd=tmp_path, check=True)
 
 
+@pytest.mark.thorough
 def test_queue(run, tmp_path):
     """One consumer is killed at its work. Another one takes the job over, and each job
     is done once."""

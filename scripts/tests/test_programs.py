@@ -50,6 +50,7 @@ def check_last_lines(server, count):
 @pytest.mark.builds("plain")  # test_four_clients has the others
 @pytest.mark.parametrize("provider", **ids)
 @pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.every_program
 def test_data(serve, program, provider, monkeypatch):
     """A client gets correct data, with the settings that a user has."""
     skip_lossy(program, provider)
@@ -185,6 +186,7 @@ CROWDED = [provider for provider in PROVIDERS if provider in ("", "shm", "net")]
 @pytest.mark.parametrize("program,args,provider", [
     ("5_reverse", [], ""), *(("7_queue", ["4096", "10", "1"], p) for p in CROWDED),
     ("11_rails", ["4096", "10", "1"], "")])
+@pytest.mark.thorough
 def test_crowd(serve, program, args, provider):
     """Seventy clients at once, many more than the server has room for. In 7_queue and
     11_rails, a long transfer goes on meanwhile."""
@@ -204,6 +206,7 @@ def test_crowd(serve, program, args, provider):
 
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,provider", [("5_reverse", ""), ("7_queue", "shm")])
+@pytest.mark.thorough
 def test_server_stood_still(serve, program, provider):
     """Clients that come while the server is stopped are served afterwards. For a
     client, silence begins to mean something after 10 s."""
@@ -245,6 +248,7 @@ def test_waiting_is_not_silence(run, tmp_path):
 
 
 @pytest.mark.builds("plain")
+@pytest.mark.thorough
 def test_memory_for_all(serve):
     """Three clients want 256 MiB each of the 512 that the server has."""
     server = serve("7_queue", "shm")
@@ -290,6 +294,7 @@ def test_two_hosts(serve, hosts, provider):
 
 
 @pytest.mark.builds("plain")
+@pytest.mark.thorough
 def test_slow_cable(serve, hosts):
     """A transfer that takes longer than the limit of 10 s. The client would hear
     nothing of the server if the reports of progress had to queue behind more

@@ -197,6 +197,7 @@ def test_link_away(network, serve_rails, client_of):
     server.stop()
 
 
+@pytest.mark.thorough
 def test_all_links_down(network, serve_rails, client_of):
     """Both sides say so, and the server serves the next client."""
     network.plug_all(2)
@@ -237,6 +238,7 @@ LATE = """
 """
 
 
+@pytest.mark.thorough
 def test_late_bytes(network, run, serve_rails, tmp_path):
     """What a rail that failed has left in the kernel's queue comes when its link is
     back. A client has closed its rails before it looks at its memory, so it gets nothing of

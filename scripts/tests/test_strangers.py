@@ -191,6 +191,7 @@ def test_only_from_here(run, serve, provider):
 
 
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+@pytest.mark.thorough
 def test_line(run, serve, provider):
     """Those who have no place are told so. Those who give up cost the others nothing:
     they get no place any more."""

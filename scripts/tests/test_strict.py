@@ -117,6 +117,7 @@ def test_interrupted_before_first_contact(strict, program):
 
 @two_providers
 @all_programs
+@pytest.mark.every_program
 def test_rules(strict, place, program, provider):
     """Without a descriptor, and with one through shm, which has none of its own: this
     one becomes readable only after an fi_trywait, and once."""
@@ -136,6 +137,7 @@ def test_rules(strict, place, program, provider):
 
 
 @all_programs
+@pytest.mark.every_program
 def test_harsh(strict, place, program):
     check_transfer(strict(program, "shm", place, **HARSH))
 

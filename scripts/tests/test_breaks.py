@@ -129,29 +129,6 @@ def test_5_reverse_killed(run, tmp_path):
     server.stop()
 
 
-@ends_in_a_rendezvous
-def test_5_reverse(run, broken):
-    """Everybody waits for the client that stands still, until the server gives it up."""
-    server = broken("5_reverse")
-    for path, order in [(f"{BUILD}/5_reverse", ["[2] Done.", "[1] error: "]),
-                        (server.path, ["[1] error: ", "[2] Done."])]:
-        server = Server(run, os.path.dirname(path), "5_reverse")
-        # Nobody reads what this one prints, and that is more than a pipe holds.
-        still = subprocess.Popen([path, server.address, "x" * 65528],
-                                 stdout=subprocess.PIPE)
-        try:
-            server.process.wait_for(r"^\[1\] Received CONNECT")
-            server.check_client()
-            for line in order:
-                server.process.wait_for("^" + re.escape(line), 30)
-            assert server.process.output.index(order[0]) < \
-                server.process.output.index(order[1])
-        finally:
-            still.kill()
-            still.communicate()
-        server.stop()
-
-
 @pytest.mark.thorough
 def test_8_malloc(broken):
     """One client alone finds its data in memory that it has given back. If another one

@@ -25,23 +25,37 @@ done
 # The tests look for the programs here.
 export BUILD=build
 export ALL=${ALL:-$(($# > 0))}
+
+# Compiles the headers of the programs once, for what is built with these options. Where
+# that fails, all is compiled as usual.
+compile_headers() {  # FOLDER CXXFLAGS
+  local headers=$1/headers.h home=${LIBFABRIC_HOME:-$(ls -d /opt/amazon/efa 2>/dev/null)}
+  local flags="$2 ${home:+-I$home/include}"
+  [ -n "$home" ] || flags+=$(pkg-config --cflags libfabric)
+  mkdir -p "$1"
+  {
+    echo "// $flags"
+    cat src/*.cpp | grep -E '^#include <' | grep -v -e cuda -e xxhash | sort -u
+  } >"$headers.new"
+  if ! cmp -s "$headers.new" "$headers" || [ ! -e "$headers.gch" ]; then
+    mv "$headers.new" "$headers"
+    # Word splitting is meant.
+    $compiler -std=c++20 -Wall -Wextra -Werror $flags \
+      -x c++-header -o "$headers.gch" "$headers" || rm -f "$headers.gch"
+  fi
+}
+
+# Reports need line numbers (-g1), and nothing else that takes a compiler long.
+sanitize="-O0 -g1 -fsanitize=address,undefined"
+compile_headers build -O0 &  # for those that tests build themselves
+compile_headers build/sanitized "$sanitize" &
+wait
 # A program of somebody's own is no matter of the tests, and may be half done.
 make -j2 all OWN= build/sender build/allocator build/callbacks build/inside_queue \
   build/inside_lock build/bench_loop build/reorder.so build/watch.so build/races \
   stand-ins
-# Reports need line numbers (-g1), and nothing else that takes a compiler long.
 make -j2 all OWN= build/sanitized/allocator BUILD=build/sanitized \
-  CXXFLAGS="-O0 -g1 -fsanitize=address,undefined"
-
-# Compiles the headers of the programs once, for those that tests build themselves.
-headers=build/headers.h
-cat src/*.cpp | grep -E '^#include <' | grep -v -e cuda -e xxhash | sort -u >"$headers.new"
-if ! cmp -s "$headers.new" "$headers" || [ ! -e "$headers.gch" ]; then
-  mv "$headers.new" "$headers"
-  # Word splitting is meant. Without this, all is compiled as usual.
-  $compiler -std=c++20 -Wall -Wextra -Werror -O0 $(pkg-config --cflags libfabric) \
-    -x c++-header -o "$headers.gch" "$headers" || rm -f "$headers.gch"
-fi
+  CXXFLAGS="$sanitize -include build/sanitized/headers.h"
 
 stand_in_for_psm "$PWD/build/no-psm" build/4_hello
 export LD_LIBRARY_PATH="$PWD/build/no-psm${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"

@@ -21,6 +21,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 
 ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/..")
 BUILD = os.environ.get("BUILD") or "build"
@@ -76,22 +77,33 @@ def run(*command, quiet=False):
         raise Failed(f"{command[0]}: {error.strerror}") from error
     try:
         output, _ = process.communicate(timeout=LIMIT)
-    except subprocess.TimeoutExpired as error:
-        raise Failed(f"not done after {LIMIT} s") from error
-    finally:
-        # A shell has ended its children when it ends.
-        for signum in signal.SIGTERM, signal.SIGKILL:
-            if process.poll() is None:
-                os.killpg(process.pid, signum)
-                try:
-                    process.communicate(timeout=10)
-                except subprocess.TimeoutExpired:
-                    pass
-    if process.returncode != 0:
-        lines = output.splitlines()
-        lines = [line for line in lines if re.search("error|WRONG", line)] or lines[-3:]
-        raise Failed("\n".join([f"exit status {process.returncode}", *lines[:5]]))
-    return output
+        if process.returncode == 0:
+            return output
+        ended = f"exit status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        output = end(process)
+        ended = f"not done after {LIMIT} s"
+    except BaseException:  # Ctrl-C above all
+        end(process)
+        raise
+    lines = output.splitlines()
+    lines = [line for line in lines if re.search("error|WRONG", line)] or lines[-3:]
+    raise Failed("\n".join([ended, *map(str.strip, lines[:5])]))
+
+
+def end(process):
+    """Ends a command, and all that it has started. Returns what it has printed."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        output, _ = process.communicate(timeout=10)
+        time.sleep(1)  # for those that it has left behind
+    except subprocess.TimeoutExpired:
+        output = None
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass  # none
+    return process.communicate()[0] if output is None else output
 
 
 def read(path):
@@ -238,7 +250,8 @@ def rules():
     """What the recorder says of 6_write on this adapter."""
     folder = tempfile.mkdtemp()
     try:
-        output = run("scripts/watch/run.py", "-q", "-o", folder, f"{BUILD}/6_write")
+        output = run("scripts/watch/run.py", "-q", "-t", str(LIMIT - 20), "-o", folder,
+                     f"{BUILD}/6_write")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return "\n".join(line for line in output.splitlines()

@@ -57,6 +57,7 @@ srun --label "${machines[@]}" -n $((count * ${SLURM_NTASKS_PER_NODE:-1})) \
   "machines don't share the network that the server names after 'domain:'; name one:" \
   "FI_TCP_IFACE=eth1 sbatch …" >&2
 
+sleep 1  # for what the server still has to do for them
 kill -INT "$server"
 timeout 20 tail --pid="$server" -f /dev/null ||
   fail "the server has not ended 20 s after SIGINT; Slurm will kill it"

@@ -25,9 +25,13 @@ shift
 
 # Slurm runs this script on the first machine.
 echo "server on $SLURMD_NODENAME; machines of this job: $SLURM_JOB_NODELIST"
+folder=$(mktemp -d)
+mkfifo "$folder/output"
 # shellcheck disable=SC2086  # there may be several arguments
-exec {output}< <(exec "$program" ${SERVER_ARGUMENTS:-} 2>&1)
+"$program" ${SERVER_ARGUMENTS:-} >"$folder/output" 2>&1 &
 server=$!
+exec {output}<"$folder/output"
+rm -r "$folder"
 trap 'kill "$server" 2>/dev/null || true' EXIT
 
 # The line after "Run the client …" ends with the address, or FILE comes next.
@@ -58,8 +62,9 @@ srun --label "${machines[@]}" -n $((count * ${SLURM_NTASKS_PER_NODE:-1})) \
   "FI_TCP_IFACE=eth1 sbatch …" >&2
 
 sleep 1  # for what the server still has to do for them
-kill -INT "$server"
+kill -INT "$server" 2>/dev/null || true  # 2_first ends by itself
 timeout 20 tail --pid="$server" -f /dev/null ||
   fail "the server has not ended 20 s after SIGINT; Slurm will kill it"
-wait  # for the server's last lines
+wait "$server" || fail "the server has failed (status $?)"
+wait  # for its last lines
 exit "$status"

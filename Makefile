@@ -8,6 +8,8 @@
 #   CXX, CXXFLAGS   the compiler and its options
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
+#   CHAPTER, SECONDS
+#                   for `make report`: the demo's program, and how long each size takes
 #   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
 #                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
 #                   BEHIND=build/strict.so: a library between the recorder and libfabric
@@ -185,7 +187,8 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo moves watch test test-all test-rdma mutants fuzz bench bench-variants bench-file bench-lock \
+.PHONY: demo report moves watch test test-all test-rdma mutants fuzz bench \
+  bench-variants bench-file bench-lock \
   bench-rails bench-crowd lint book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
@@ -193,6 +196,14 @@ demo:
 	@scripts/install-deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/$(CHAPTER)
 	@scripts/demo.sh $(BUILD)/$(CHAPTER) $(ARGS)
+
+# Tries the programs on this machine, and prints a block to send to us. What can't be
+# built is part of it.
+report:
+	@scripts/install-deps.sh build report
+	-@$(MAKE) --no-print-directory -k $(sort $(addprefix $(BUILD)/,4_hello 6_write \
+	  7_queue $(CHAPTER) watch.so))
+	@BUILD='$(BUILD)' CHAPTER='$(CHAPTER)' python3 scripts/report.py
 
 test:
 	@scripts/install-deps.sh build test book
@@ -333,6 +344,7 @@ help:
 	@echo 'make 7_queue    build one: $(PROGRAMS)'
 	@echo 'make mine       build one of your own, src/mine.cpp'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
+	@echo 'make report     try an adapter or a GPU, and print what to send us'
 	@echo 'make test       build and check everything'
 	@echo 'make test-all   check with every program, provider and build: twice as long'
 	@echo 'make test-rdma  run the programs over real verbs, without a card'

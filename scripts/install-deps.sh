@@ -1,8 +1,8 @@
 #!/bin/bash
 # Installs what is missing and nothing else. Says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [--list] [GROUP...]: build (the default), exercise,
-# test, rdma, machine, bench, bench-crowd, lint, figures, book, browser
+# Usage: scripts/install-deps.sh [--list] [GROUP...]: build (the default), report,
+# exercise, test, rdma, machine, bench, bench-crowd, lint, figures, book, browser
 # With --list, prints the packages that are missing, and installs none.
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
@@ -51,6 +51,9 @@ for group in "$@"; do
         has_libfabric
       # A header for the checksums of 9_file.
       need libxxhash-dev xxhash-devel has_xxhash
+      ;;
+    report)
+      need python3 python3 command -v python3
       ;;
     exercise)
       need python3-pytest python3-pytest python_with pytest
@@ -115,7 +118,7 @@ for group in "$@"; do
       need npm nodejs-npm command -v npm
       ;;
     *)
-      echo "usage: $0 [--list] [build] [exercise] [test] [rdma] [machine] [bench]" \
+      echo "usage: $0 [--list] [build] [report] [exercise] [test] [rdma] [machine] [bench]" \
         "[bench-crowd] [lint] [figures] [book] [browser]" >&2
       exit 2
       ;;

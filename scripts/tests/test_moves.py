@@ -39,7 +39,7 @@ PROMISES = {
     "4_hello": {
         "": HELLO,
         "limit": HELLO._replace(late=NOTHING_HAPPENED),
-        "owner": HELLO._replace(late=NOTHING_HAPPENED, leaves_nothing=True),
+        "close": HELLO._replace(late=NOTHING_HAPPENED, leaves_nothing=True),
         "parts": HELLO,
         "stay": HELLO._replace(clients=[[], []],
                                server={"^Received 13 bytes: Hello, world!$": 2}),

@@ -3,13 +3,14 @@ have the reader see both."""
 
 import os
 import re
+import signal
 import subprocess
 import time
 
 import pytest
 
 import moves
-from harness import BUILD, PROVIDERS, First
+from harness import BUILD, PROVIDERS, First, Server
 from repository import ROOT, build_moves, make
 
 LONG = "x" * 65528
@@ -160,22 +161,35 @@ def test_places_of_the_dead(walk, still):
             assert ninth.wait() == 0, ninth.output
 
 
+def test_still(run):
+    """scripts/still: other clients are served meanwhile, and then it goes on, or is
+    killed."""
+    server = Server(run, BUILD, "5_reverse")
+    for option, end in ("", "The text is correct.\n"), ("-k", "Killed.\n"):
+        client = subprocess.Popen(
+            ["scripts/still", *option.split(), "3", server.path, server.address], cwd=ROOT,
+            stdout=subprocess.PIPE, text=True)
+        server.process.wait_for("Received CONNECT", count=3 if option else 1)
+        server.check_client()
+        assert client.poll() is None
+        assert client.communicate(timeout=90)[0].endswith(end)
+    server.process.signal(signal.SIGTERM)
+
+
 @after(5, "dead refuse")
-def test_reason(run, tmp_path, walk):
-    """A client whose session ends only learns why once the server tells it. This one sends
-    an empty text, which a command line can't have."""
+def test_reason(walk):
+    """A client whose session ends only learns why once the server tells it. scripts/empty
+    sends an empty text, which a command line can't have."""
     words = [moves.word(path) for path in moves.patches("5_reverse")]
     for word in "dead", "refuse":
         server = walk(5, word)
-        state = moves.states("5_reverse")[words.index(word) + 1]
-        (tmp_path / "empty.cpp").write_text(state.replace("kText}, text)", 'kText}, "")'))
-        subprocess.run(["g++", "-std=c++20", "-O0", "-o", tmp_path / "empty",
-                        tmp_path / "empty.cpp", "-lfabric"], check=True)
-        client = run([str(tmp_path / "empty"), server.address, "x"])
-        assert client.wait() == 1
+        client = subprocess.run(
+            ["scripts/empty", f"5.{words.index(word) + 1}", server.address], cwd=ROOT,
+            env={**os.environ, "CXXFLAGS": "-O0"}, capture_output=True, text=True, check=False)
+        assert client.returncode == 1
         server.process.wait_for("error: bad message: its text is empty")
         assert ("the server has refused: bad message: its text is empty" if
-                word == "refuse" else GIVEN_UP) in client.output
+                word == "refuse" else GIVEN_UP) in client.stderr
 
 
 @over_tcp

@@ -421,13 +421,31 @@ def test_warnings_are_failures(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider",
          tmp_path], cwd=tmp_path, check=False, text=True, capture_output=True,
-        env={**os.environ, "COLUMNS": "500"})
+        env={**os.environ, "COLUMNS": "500", "ALL": "1"})
     assert done.stdout.splitlines()[-1].startswith("9 passed, 6 errors in"), done.stdout
     failed = re.findall(r"^ERROR .*::(.*) - ", done.stdout, re.M)
     assert failed == [
         *(f"test_plain[{sh}-{said}]" for sh in ["exit", "exec sleep 60"]
           for said in ["warning: a", "[1] warning: b"]),
         "test_expected[warning: other]", "test_other"]
+
+
+def test_fewer_tests():
+    """Without ALL, a test still runs with each program, each provider and each build."""
+    def names(test, **env):
+        output = subprocess.run(
+            [sys.executable, "-m", "pytest", "-q", "--collect-only",
+             f"scripts/tests/test_programs.py::{test}"], cwd=ROOT, text=True,
+            check=False, capture_output=True, env={**os.environ, "ALL": "0", **env}).stdout
+        return re.findall(rf"::{test}\[([^-]*)-([^-]*)-?(.*)\]$", output, re.M)
+
+    every, some = names("test_data", ALL="1"), names("test_data")
+    assert set(some) < set(every) and len(some) <= len(every) / 2
+    for values, left in zip(zip(*every), zip(*some)):
+        assert set(left) == set(values)
+    # This one takes what all programs share.
+    assert "5_reverse" in {name for texts in names("test_texts") for name in texts}
+    assert not names("test_crowd") and names("test_crowd", ALL="1")
 
 
 @pytest.mark.parametrize("name", mutants.MUTANTS)

@@ -186,22 +186,6 @@ def test_8_malloc_stopped(broken):
         server.stop()
 
 
-def test_9_file(broken, tmp_path):
-    """Everybody is content, and the file has the right size and the wrong bytes."""
-    source = tmp_path / "original"
-    write_source(source, 30_000_000, 1)
-    for provider in "", "shm":
-        server = broken("9_file", provider, SLOW_DISK_MS="20")
-        client = server.start_client(str(source))
-        assert client.wait() == 0, client.output
-        assert "The server has saved the file." in client.output
-        saved = f"{server.folder}/original"
-        assert os.path.getsize(saved) == os.path.getsize(source)
-        assert not filecmp.cmp(saved, source, shallow=False)
-        assert not server.errors()
-        server.stop()
-
-
 def test_10_lock(broken):
     """Where nobody waits and nobody compares, two clients lose changes, and know how
     many: those that are missing in the server's ledger. One alone loses none."""

@@ -111,9 +111,7 @@ def test_behind(tmp_path, behind):
 
 
 # What the recorder names in the broken programs, over plain tcp, and what they are run with.
-# In break-9, the server's own thread still saves what is overwritten.
 BREAKS = {"2_first": ("flight", [], {}),
-          "9_file": ("lent", [], {}),
           "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "1"})}
 
 

@@ -86,11 +86,14 @@ def run(options, folder, scratch):
     if not arguments:
         arguments = next((some for start, some in small.items()
                           if name.replace(".", "_").startswith(start)), [])
-    if name.startswith("9_"):
+    if name.replace(".", "_").startswith("9_"):
         server_arguments = server_arguments or [os.path.join(scratch, "received")]
         os.makedirs(server_arguments[0], exist_ok=True)
-        if not arguments:  # few slots: one can follow each of them
-            arguments = [os.path.join(scratch, "demo.bin"), "4"]
+        if not arguments:
+            arguments = [os.path.join(scratch, "demo.bin")]
+            with open(source_of(options.program), encoding="utf-8") as file:
+                if "[SLOTS]" in file.read():  # few: one can follow each of them
+                    arguments.append("4")
             with open(arguments[0], "wb") as file:
                 file.write(os.urandom(12_000_000))
     end = time.monotonic() + options.t

@@ -2,7 +2,6 @@
 wrong as its chapter says, with the commands that its patch names. And what else goes
 wrong when the reader types it."""
 
-import filecmp
 import os
 import re
 import shutil
@@ -15,7 +14,7 @@ import pytest
 
 from chapters import Page, read
 from harness import (BUILD, PROVIDERS, First, Server, is_here, owned_shm_files,
-                     provider_in, write_source)
+                     provider_in)
 from marks import ends_in_a_rendezvous
 from repository import QUICKLY, ROOT, make, number
 

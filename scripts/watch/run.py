@@ -18,6 +18,7 @@ Exits with the status of the client, with 1 if a rule was broken."""
 import argparse
 import glob
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -91,9 +92,9 @@ def run(options, folder, scratch):
         os.makedirs(server_arguments[0], exist_ok=True)
         if not arguments:
             arguments = [os.path.join(scratch, "demo.bin")]
-            with open(source_of(options.program), encoding="utf-8") as file:
-                if "[SLOTS]" in file.read():  # few: one can follow each of them
-                    arguments.append("4")
+            source = source_of(options.program)  # the first moves have only one slot
+            if not source or "[SLOTS]" in pathlib.Path(source).read_text(encoding="utf-8"):
+                arguments.append("4")  # few: one can follow each of them
             with open(arguments[0], "wb") as file:
                 file.write(os.urandom(12_000_000))
     end = time.monotonic() + options.t

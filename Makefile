@@ -279,7 +279,7 @@ break-%:
 	@BUILD='$(BUILD)' scripts/breaks/run.sh $*
 
 # Runs a program with a recorder, and shows who owned what when, and what was wrong in
-# that: make watch-6, make watch-mine, make watch-break-9. With DIR: of what was recorded
+# that: make watch-6, make watch-mine, make watch-break-10. With DIR: of what was recorded
 # by hand.
 watch-%:
 	@scripts/install-deps.sh build

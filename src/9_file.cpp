@@ -1012,19 +1012,9 @@ void PrintClientCommand(const char* program, const Endpoint& endpoint) {
          ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
-// Prints a line about a client. The number says which one. On a terminal, a
-// line that shows progress is replaced by the next line about the same client.
-void PrintLine(FILE* file, size_t number, const std::string& text,
-               bool progress = false) {
-  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
-  if (open_line != 0) {
-    printf(open_line == number ? "\r\033[K" : "\n");
-    fflush(stdout);
-  }
-  progress &= isatty(fileno(file)) == 1;
-  open_line = progress ? number : 0;
-  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
-  fflush(file);
+// Prints a line about a client. The number says which one.
+void PrintLine(FILE* file, size_t number, const std::string& text) {
+  fprintf(file, "[%zu] %s\n", number, text.c_str());
 }
 
 // PUT: a client wants to send a file.
@@ -1087,28 +1077,33 @@ std::string CheckName(const std::string& name) {
   return "";
 }
 
+// Owns the descriptor of an open file, and closes it.
+struct File {
+  int fd = -1;
+
+  File() = default;
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+  operator int() const { return fd; }
+  ~File() {
+    if (fd >= 0) close(fd);
+  }
+};
+
 // A file that is being sent.
 struct SourceFile {
-  int fd = -1;
+  File file;
   struct stat status = {};  // at the beginning
 
-  SourceFile() = default;
-  // Builds on the other one, so that the destructor runs if this throws.
-  explicit SourceFile(const std::string& path) : SourceFile() {
+  explicit SourceFile(const std::string& path) {
     // O_NONBLOCK, because opening a named pipe would wait for its other end.
-    fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
-    if (fd < 0 || fstat(fd, &status) != 0) {
+    file.fd = open(path.c_str(), O_RDONLY | O_NONBLOCK | O_CLOEXEC);
+    if (file < 0 || fstat(file, &status) != 0) {
       throw SystemError("cannot open " + path);
     }
     if (!S_ISREG(status.st_mode)) {
       throw std::runtime_error(path + " is not a regular file");
     }
-  }
-
-  SourceFile(const SourceFile&) = delete;
-  SourceFile& operator=(const SourceFile&) = delete;
-  ~SourceFile() {
-    if (fd >= 0) close(fd);
   }
 
   // Returns how long the file was when it was opened, in bytes.
@@ -1117,7 +1112,7 @@ struct SourceFile {
   // Reads all of a piece, however little the kernel gives at a time.
   void Read(uint8_t* data, size_t size, uint64_t offset) const {
     while (size > 0) {
-      ssize_t ret = pread(fd, data, size, off_t(offset));
+      ssize_t ret = pread(file, data, size, off_t(offset));
       if (ret < 0) throw SystemError("cannot read the file");
       if (ret == 0) throw std::runtime_error("the file has become shorter");
       data += ret;
@@ -1129,7 +1124,7 @@ struct SourceFile {
   // Throws if the file is not what it was when we opened it.
   void CheckUnchanged() const {
     struct stat now = {};
-    if (fstat(fd, &now) != 0) throw SystemError("fstat");
+    if (fstat(file, &now) != 0) throw SystemError("fstat");
     if (now.st_size != status.st_size ||
         now.st_mtim.tv_sec != status.st_mtim.tv_sec ||
         now.st_mtim.tv_nsec != status.st_mtim.tv_nsec) {
@@ -1137,7 +1132,7 @@ struct SourceFile {
     }
     // Some files report a size of 0 but contain data, such as those in /proc.
     char byte = 0;
-    ssize_t ret = pread(fd, &byte, 1, status.st_size);
+    ssize_t ret = pread(file, &byte, 1, status.st_size);
     if (ret < 0) throw SystemError("cannot read the file");
     if (ret > 0) throw std::runtime_error("the file is longer than it says");
   }
@@ -1146,19 +1141,14 @@ struct SourceFile {
 // A file that is being received. It is called NAME.part until it is complete.
 // The destructor removes it, unless `keep` is set.
 struct TargetFile {
-  int dir = -1;
-  int fd = -1;
+  File dir;
+  File file;
   std::string name;
   std::string path;  // what the file is called now; empty: there is none
   bool keep = false;
 
-  TargetFile() = default;
-  TargetFile(const TargetFile&) = delete;
-  TargetFile& operator=(const TargetFile&) = delete;
   ~TargetFile() {
     if (!path.empty() && !keep) unlinkat(dir, path.c_str(), 0);
-    if (fd >= 0) close(fd);
-    if (dir >= 0) close(dir);
   }
 
   // Creates the file in a directory. Never touches a file that exists, nor what
@@ -1166,26 +1156,26 @@ struct TargetFile {
   void Create(const std::string& directory, const std::string& file_name) {
     name = file_name;
     std::string part = name + ".part";
-    dir = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    dir.fd = open(directory.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (dir < 0) throw SystemError("cannot open " + directory);
     if (faccessat(dir, name.c_str(), F_OK, AT_SYMLINK_NOFOLLOW) == 0) {
       throw std::runtime_error(name + " exists already");
     }
-    fd = openat(dir, part.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
-                0666);
-    if (fd < 0 && errno == EEXIST) {
+    file.fd = openat(dir, part.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC,
+                     0666);
+    if (file < 0 && errno == EEXIST) {
       throw std::runtime_error(part +
                                " exists already; if nobody is sending this "
                                "file, a transfer has left it: remove it");
     }
-    if (fd < 0) throw SystemError("cannot create " + part);
+    if (file < 0) throw SystemError("cannot create " + part);
     path = part;
   }
 
   // Writes all of a piece, however little the kernel takes at a time.
   void Write(const uint8_t* data, size_t size, uint64_t offset) const {
     while (size > 0) {
-      ssize_t ret = pwrite(fd, data, size, off_t(offset));
+      ssize_t ret = pwrite(file, data, size, off_t(offset));
       if (ret < 0) throw SystemError("cannot write " + path);
       data += ret;
       size -= size_t(ret);
@@ -1197,7 +1187,7 @@ struct TargetFile {
   // disk. Makes a second name and removes the first, because rename(2) would
   // replace a file that somebody has created in the meantime.
   void Finish() {
-    if (fsync(fd) != 0) throw SystemError("cannot sync " + path);
+    if (fsync(file) != 0) throw SystemError("cannot sync " + path);
     if (linkat(dir, path.c_str(), dir, name.c_str(), 0) != 0) {
       throw SystemError("cannot rename " + path + " to " + name);
     }

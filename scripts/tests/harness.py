@@ -273,12 +273,12 @@ class First:
     """A server of a program that TABLE does not know, and clients for it: of 2_first, which
     takes one message and ends, or of a move."""
 
-    def __init__(self, run, build, program, provider="", **env):
+    def __init__(self, run, build, program, provider="", *args, **env):
         self.run = run
         self.path = f"{build}/{program}"
         self.provider = provider
         self.env = env
-        self.process = run([self.path], provider, **env)
+        self.process = run([self.path, *args], provider, **env)
         self.address = address_of(self.process)
 
     def start_client(self, *args):

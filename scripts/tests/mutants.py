@@ -326,7 +326,7 @@ MUTANTS = {
         "test_malloc.py test_flood and shm"),
     "sync-file": Mutant(
         "a file is saved when it is on disk", "9_file",
-        'if (fsync(fd) != 0) throw SystemError("cannot sync " + path);', "",
+        'if (fsync(file) != 0) throw SystemError("cannot sync " + path);', "",
         "test_file.py test_disk_that_forgets"),
     "sync-name": Mutant(
         "a file is saved when its name is on disk", "9_file",

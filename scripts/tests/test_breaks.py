@@ -2,7 +2,6 @@
 wrong as its chapter says, with the commands that its patch names. And what else goes
 wrong when the reader types it."""
 
-import filecmp
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ import time
 import pytest
 
 from chapters import Page, read
-from harness import BUILD, PROVIDERS, First, Server, is_here, write_source
+from harness import BUILD, PROVIDERS, First, Server, is_here
 from marks import ends_in_a_rendezvous
 from repository import QUICKLY, ROOT, make, number
 
@@ -160,23 +159,6 @@ def test_8_malloc_stopped(broken):
             assert "READ and compared" not in client.output
         server.process.signal(signal.SIGCONT)
         assert provider == "shm" or client.wait() == 0, client.output
-        server.stop()
-
-
-@pytest.mark.thorough
-def test_9_file(broken, tmp_path):
-    """Everybody is content, and the file has the right size and the wrong bytes."""
-    source = tmp_path / "original"
-    write_source(source, 30_000_000, 1)
-    for provider in "", "shm":
-        server = broken("9_file", provider, SLOW_DISK_MS="20")
-        client = server.start_client(str(source))
-        assert client.wait() == 0, client.output
-        assert "The server has saved the file." in client.output
-        saved = f"{server.folder}/original"
-        assert os.path.getsize(saved) == os.path.getsize(source)
-        assert not filecmp.cmp(saved, source, shallow=False)
-        assert not server.errors()
         server.stop()
 
 

@@ -1,6 +1,7 @@
 """The moves of the steps: what each promises is looked for in a run of its program. And
 the tool that makes and keeps them, in a small repository."""
 
+import filecmp
 import functools
 import os
 import re
@@ -11,7 +12,7 @@ import typing
 import pytest
 
 import moves
-from harness import PROVIDERS, First, owned_shm_files
+from harness import PROVIDERS, First, owned_shm_files, write_source
 from repository import ROOT, build_moves, make
 from small_repository import Repository
 
@@ -34,6 +35,7 @@ class Promise(typing.NamedTuple):
 HELLO = Promise(client="^Sent 13 bytes\\.$",
                 server={"^Received 13 bytes: Hello, world!$": 1})
 NOTHING_HAPPENED = "^error: .*nothing has happened for 10 s"
+SAVED = "^The server has saved the file\\.$"
 LAGER = Promise([["lager"]], client="^The text is correct")
 PROMISES = {
     "4_hello": {
@@ -66,6 +68,14 @@ PROMISES = {
                          {"WRITE: done$": 2})},
     "7_queue": {"": Promise([["4096", "100", "3"]], client="^Data is correct",
                             server={"bw=[0-9.]+Gbps": 1})},
+    # Of files, the size is given, and of those that are saved, each byte is compared.
+    "9_file": {
+        "": Promise([["3000000"], ["5"]], SAVED, {"Done": 2}),
+        "clear": Promise([["5"]], "^There are 5 bytes of file to send$", {"Done": 1}),
+        "put": Promise([["5"]], "^The server has created the file\\.$", {"Done": 1}),
+        "write": Promise([["1000000"], ["5"]], SAVED, {"Done": 2}),
+        # The bytes may be wrong: see test_saved_too_late.
+        "thread": Promise([["1000000"], ["5"]], SAVED, {"Done": 2})},
 }
 
 
@@ -94,9 +104,9 @@ RUNS = [(*move, provider) for move in MOVES for provider in PROVIDERS
         if provider in ("", "shm")]
 
 
-def start(run, step, name, provider):
+def start(run, step, name, provider, *arguments):
     words = [moves.word(path) for path in moves.patches(step)]
-    return First(run, build(step), name_of(step, words.index(name) + 1), provider)
+    return First(run, build(step), name_of(step, words.index(name) + 1), provider, *arguments)
 
 
 @pytest.mark.parametrize("step", of_steps(*((step,) for step in STEPS)))
@@ -118,7 +128,17 @@ def test_promises():
 @pytest.mark.parametrize("step,name,provider", of_steps(*RUNS))
 def test_promise(run, step, name, provider):
     promise = PROMISES[step].get(name) or PROMISES[step][""]
-    server = start(run, step, name, provider)
+    files = {}
+    if step == "9_file":
+        folder = run.new_folder()
+        server = start(run, step, name, provider, folder)
+        for number, (size,) in enumerate(promise.clients):
+            source = f"{run.new_folder()}/file{number or ''}"
+            write_source(source, int(size), number)
+            files[source] = f"{folder}/file{number or ''}"
+        promise = promise._replace(clients=[[source] for source in files])
+    else:
+        server = start(run, step, name, provider)
     clients = [server.start_client(*arguments) for arguments in promise.clients]
     for client in clients:
         status = client.wait()
@@ -126,6 +146,8 @@ def test_promise(run, step, name, provider):
         assert re.search(promise.client, client.output, re.M), client.output
     for pattern, count in promise.server.items():
         server.process.wait_for(pattern, count=count)
+    for source, saved in files.items():
+        assert promise.client != SAVED or filecmp.cmp(source, saved, shallow=False)
     if promise.late:
         assert server.process.wait() == 0
         late = server.start_client()

@@ -1,6 +1,7 @@
-"""What goes wrong before a move of chapters 4 to 7, and is right after it: the chapters
+"""What goes wrong before a move of chapters 4 to 7 and 9, and is right after it: the chapters
 have the reader see both."""
 
+import filecmp
 import os
 import re
 import signal
@@ -10,7 +11,7 @@ import time
 import pytest
 
 import moves
-from harness import BUILD, PROVIDERS, First, Server
+from harness import BUILD, PROVIDERS, First, Server, write_source
 from repository import ROOT, build_moves, make
 
 LONG = "x" * 65528
@@ -42,11 +43,11 @@ over_tcp = pytest.mark.skipif(os.environ.get("RDMA", "") != "", reason="TCP's ow
 @pytest.fixture
 def walk(run):
     """Starts the server of a move: walk(5, "loop")."""
-    def start(number, word, provider="", **env):
+    def start(number, word, provider="", *args, **env):
         step = next(step for step in moves.steps() if step.startswith(f"{number}_"))
         words = [moves.word(path) for path in moves.patches(step)]
         name = f"{number}.{words.index(word) + 1}"
-        return First(run, build_moves([name]), name, provider, **env)
+        return First(run, build_moves([name]), name, provider, *args, **env)
     return start
 
 
@@ -329,3 +330,69 @@ def test_gpu(run, tmp_path):
     server = First(run, f"{BUILD}/cuda", names["gpu"], "shm", **strict)
     server.start_client()
     assert server.process.wait() != 0
+
+
+@pytest.mark.parametrize("provider", ["", "shm"])
+@after(9, "thread credit slots")
+def test_saved_too_late(run, walk, provider):
+    """The next chunk arrives in the slot before the disk has saved the one before it, and
+    everybody reports success, until the sender waits for a credit. Then the disk and the
+    network take turns; with eight slots they don't."""
+    source = run.new_folder() + "/file"
+    write_source(source, 20 << 20, 1)
+    seconds = {}
+    for word, slots in [("thread", []), ("credit", []), ("slots", ["8"])]:
+        folder = run.new_folder()
+        server = walk(9, word, provider, folder, SLOW_DISK_MS="50")
+        client = server.start_client(source, *slots)
+        assert client.wait() == 0 and "has saved the file" in client.output, client.output
+        assert os.path.getsize(f"{folder}/file") == 20 << 20
+        assert filecmp.cmp(source, f"{folder}/file", shallow=False) == (word != "thread")
+        seconds[word] = client.seconds
+    assert seconds["credit"] > 1 and seconds["slots"] < seconds["credit"] / 1.5, seconds
+
+
+@after(9, "chunks thread")
+def test_one_disk_for_all(run, walk):
+    """Without another thread, a client waits for the disk of another one."""
+    for word in "chunks", "thread":
+        server = walk(9, word, "", run.new_folder(), SLOW_DISK_MS="500")
+        first, second = (run.new_folder() + name for name in ("/first", "/second"))
+        write_source(first, 9 << 20, 1)
+        write_source(second, 1, 1)
+        clients = [server.start_client(first)]
+        server.process.wait_for("Receiving")
+        clients.append(server.start_client(second))
+        assert [client.wait() for client in clients] == [0, 0]
+        saved = re.findall("Saved (first|second)", server.process.output)
+        assert word == "chunks" or saved == ["second", "first"]
+        # CONNECT, PUT and the number of the chunk are seen in three rounds of its loop.
+        assert word == "thread" or clients[1].seconds > 1.5, clients[1].seconds
+
+
+@after(9, "slots sum disk part")
+def test_left_behind(run, walk):
+    """A file that changes meanwhile, and a client that leaves: what is saved, and what is
+    left."""
+    source = run.new_folder() + "/file"
+    for word in "slots", "sum", "disk", "part":
+        write_source(source, 20 << 20, 1)
+        folder = run.new_folder()
+        server = walk(9, word, "", folder, SLOW_DISK_MS="100")
+        client = server.start_client(source, "1")
+        server.process.wait_for("Receiving")
+        time.sleep(0.5)
+        if word in ("slots", "sum"):
+            with open(source, "a") as file:
+                file.write("more")
+        else:
+            client.signal(signal.SIGINT)
+        assert client.wait() == (word != "slots"), client.output
+        if word == "slots":
+            assert os.path.getsize(f"{folder}/file") == 20 << 20
+        elif word == "sum":
+            assert "the file has changed while it was being sent" in client.output
+        else:
+            server.process.wait_for("error: the client has left before its file was saved")
+            time.sleep(0.5)
+            assert os.listdir(folder) == (["file"] if word == "disk" else [])

@@ -111,9 +111,7 @@ def test_behind(tmp_path, behind):
 
 
 # What the recorder names in the broken programs, over plain tcp, and what they are run with.
-# In break-9, the server's own thread still saves what is overwritten.
 BREAKS = {"2_first": ("flight", [], {}),
-          "9_file": ("lent", [], {}),
           "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "1"})}
 
 
@@ -130,12 +128,22 @@ def test_break(tmp_path, program):
 
 
 @pytest.mark.parametrize("move,rule,env", [
-    ("6.1", "lent", {"WATCH_TRAP": "1"}), ("6.3", "number", {})])
+    ("6.1", "lent", {"WATCH_TRAP": "1"}), ("6.3", "number", {}), ("9.5", "credit", {})])
 def test_move(tmp_path, move, rule, env):
-    """A move that goes wrong on other networks."""
+    """A move that goes wrong on other networks, or with a slow disk."""
     status, output, run = watch(tmp_path, f"{build_moves([move])}/{move}", **env)
     assert status == 1, output
     assert RULES[rule] in rules(run.wrongs), output
+
+
+def test_credits(tmp_path):
+    """The trace says of each slot that it waits: its next chunk has been read long before the
+    disk has saved the last one."""
+    status, output, _ = watch(tmp_path, f"{BUILD}/9_file", SLOW_DISK_MS="100")
+    assert status == 0, output
+    trace = (tmp_path / "trace.txt").read_text()
+    for slot in range(4):
+        assert re.search(rf"client +slot {slot}: no credit, waits [0-9.]+ ms$", trace, re.M)
 
 
 def test_by_hand(run, tmp_path):

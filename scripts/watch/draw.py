@@ -13,8 +13,8 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, f"{HERE}/../book")
 import style  # noqa: E402
-from model import (ATOMIC, NAMES, READ, RECV, REMOTE, SEND, WRITE, label, plural,  # noqa: E402
-                   size, span, told, words)
+from model import (ATOMIC, NAMES, READ, RECV, REMOTE, SEND, WRITE, credits_in,  # noqa: E402
+                   label, plural, size, span, told, words)
 
 LABEL, PLOT, RIGHT = 196, 944, 24
 WIDTH = LABEL + PLOT + RIGHT
@@ -124,10 +124,29 @@ def events(run):
                 else:
                     yield (t.t0, p, f"{'pread into' if t.into else 'pwrite of'} {at}: "
                            f"{size(t.size)}, {span(t.t1 - t.t0)}", None)
+        yield from waits(run, p)
     for w in run.wrongs:
         yield w.t + 1, w.p, f"*** WRONG: {w.text} (chapter {w.chapter})", None
     for w in run.notes:
         yield w.t + 1, w.p, f"*** look: {w.text} (chapter {w.chapter})", None
+
+
+def waits(run, p):
+    """When a sender of 9_file has read a chunk into a slot, and has no credit for it: the
+    last WRITE from there has used that up, and none has come since."""
+    came = [(op.t1, slot) for op in p.ops.values() if op.what == RECV and op.t1 and not op.error
+            for slot in credits_in(run, op)]
+    for region in p.regions:
+        reads = [t for t in region.touches if t.into and not t.trap]
+        chunk = max((t.size for t in reads), default=0)
+        for t in reads if came else []:
+            slot = (t.addr - region.addr) // chunk
+            posted = max((op.t0 for op in p.ops.values() if op.what == WRITE and op.t0 < t.t0 and
+                          op.addr == region.addr + slot * chunk), default=None)
+            back = min((at for at, free in came if free == slot and at > (posted or 0)),
+                       default=None)
+            if posted and back and back > t.t1:
+                yield t.t1, p, f"slot {slot}: no credit, waits {span(back - t.t1)}", None
 
 
 def op_events(run, p, op):

@@ -289,14 +289,19 @@ def message_names(source):
             for name, number in re.findall(r"\bk(\w+) = (\d+)", enum[1])} if enum else {}
 
 
+def credits_in(run, op):
+    """The numbers of slots in a CREDIT of 9_file; none in other messages."""
+    if len(op.text) < 8 or run.names.get(struct.unpack_from("<I", op.text)[0]) != "CREDIT":
+        return ()
+    count = (min(len(op.text), op.size) - 8) // 4
+    return struct.unpack_from(f"<{count}I", op.text, 8)
+
+
 def words(run, op):
     """What a message says: its name, or its text."""
     if run.names and len(op.text) >= 8:
         name = run.names.get(struct.unpack_from("<I", op.text)[0], "?")
-        if name == "CREDIT":  # of 9_file: followed by the numbers of slots
-            count = (min(len(op.text), op.size) - 8) // 4
-            name += " " + " ".join(map(str, struct.unpack_from(f"<{count}I", op.text, 8)[:5]))
-        return name
+        return " ".join([name, *map(str, credits_in(run, op)[:5])])
     count = op.length if op.what == RECV else op.size
     text = op.text[:40].rstrip(b"\0").decode(errors="replace")
     if text and text.isprintable():

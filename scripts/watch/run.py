@@ -18,6 +18,7 @@ Exits with the status of the client, with 1 if a rule was broken."""
 import argparse
 import glob
 import os
+import pathlib
 import re
 import shutil
 import subprocess
@@ -86,11 +87,14 @@ def run(options, folder, scratch):
     if not arguments:
         arguments = next((some for start, some in small.items()
                           if name.replace(".", "_").startswith(start)), [])
-    if name.startswith("9_"):
+    if name.replace(".", "_").startswith("9_"):
         server_arguments = server_arguments or [os.path.join(scratch, "received")]
         os.makedirs(server_arguments[0], exist_ok=True)
-        if not arguments:  # few slots: one can follow each of them
-            arguments = [os.path.join(scratch, "demo.bin"), "4"]
+        if not arguments:
+            arguments = [os.path.join(scratch, "demo.bin")]
+            source = source_of(options.program)  # the first moves have only one slot
+            if not source or "[SLOTS]" in pathlib.Path(source).read_text(encoding="utf-8"):
+                arguments.append("4")  # few: one can follow each of them
             with open(arguments[0], "wb") as file:
                 file.write(os.urandom(12_000_000))
     end = time.monotonic() + options.t

@@ -319,6 +319,27 @@ def test_several(run, tmp_path):
         run([several.path], **env).wait_for(rf"^We have {number}\.$")
 
 
+# ---- An owner who publishes ----
+
+@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+def test_publish(run, tmp_path, provider):
+    """Copies that have passed the check are whole, although the owner stores all the
+    time. Others aren't, so there was something to see."""
+    publish = Made(run, tmp_path, "publish", **({"FI_PROVIDER": provider}
+                                                if provider else {}))
+    for _ in range(5):
+        client = publish.start("600")
+        assert client.wait() == 0, client.output
+        passed, torn, others = map(int, re.search(
+            r"(\d+) copies passed .* and (\d+) of .* others, (\d+)",
+            client.output).groups())
+        assert passed > 0 and torn == 0, client.output
+        if others > 0:
+            break
+    assert others > 0
+    publish.stop()
+
+
 # ---- A queue whose consumers may die ----
 
 def counts(queue):

@@ -295,6 +295,20 @@ def test_feed_without_credit(run, tmp_path):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
+def test_forty(run, tmp_path):
+    """More clients than other servers have places for. Between two items it sleeps."""
+    forty = Made(run, tmp_path, "forty")
+    clients = [forty.start("4", "30") for _ in range(12)]
+    for client in clients:
+        assert client.wait() == 0, client.output
+        assert "The sum is correct." in client.output
+    with open(f"/proc/{forty.server.popen.pid}/stat") as file:
+        fields = file.read().rpartition(")")[2].split()
+    # Of 3 s and more; opening the endpoints takes some.
+    assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 1.5
+    forty.stop()
+
+
 # ---- One client and several servers ----
 
 def test_several(run, tmp_path):

@@ -177,7 +177,7 @@ def to_lines(text):
 
 # In the order in which they are read. Others follow.
 APPENDICES = ["appendix_own", "appendix_queue", "appendix_memory",
-              "appendix_measured", "appendix_providers"]
+              "appendix_measured", "appendix_providers", "appendix_setup"]
 
 
 def is_appendix(name):

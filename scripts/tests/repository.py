@@ -45,17 +45,23 @@ def parent(program, root=ROOT):
 
 
 def patched(patch, root=ROOT):
-    """The source that a patch of scripts/own makes of a copy of a program."""
+    """The source that a patch of scripts/own makes of a copy of a program, or of what
+    another one makes."""
     with open(f"{root}/{patch}") as file:
         head = file.read()
-    before, after = (re.search(rf"(?m)^copy {which} (src/\w+\.cpp)$", head)[1]
+    before, after = (re.search(rf"(?m)^copy {which} src/(\w+)\.cpp$", head)[1]
                      for which in ("from", "to"))
     with tempfile.TemporaryDirectory() as folder:
         os.mkdir(f"{folder}/src")
-        shutil.copy(f"{root}/{before}", f"{folder}/src")
+        other = f"scripts/own/{before}.patch"
+        if os.path.exists(f"{root}/{other}"):
+            with open(f"{folder}/src/{before}.cpp", "w") as file:
+                file.write(patched(other, root))
+        else:
+            shutil.copy(f"{root}/src/{before}.cpp", f"{folder}/src")
         subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
                        check=True)
-        with open(f"{folder}/{after}") as file:
+        with open(f"{folder}/src/{after}.cpp") as file:
             return file.read()
 
 

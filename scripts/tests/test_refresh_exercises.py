@@ -119,6 +119,31 @@ def test_own(repo):
     assert repo.read("4_one") == replaced(PROGRAMS["4_one"], "a", "a", "new")
 
 
+def test_own_of_own(repo):
+    """So does one that makes a program of what another one makes."""
+    for name, before in ("mine", "4_one"), ("more", "mine"):
+        own = repo.folder / f"scripts/own/{name}.patch"
+        own.parent.mkdir(exist_ok=True)
+        own.write_text(f"--- a/src/{before}.cpp\n")
+    mine = replaced(PROGRAMS["4_one"], "c", "c", "mine")
+    repo.write("answer", mine)
+    assert refresh(repo, "mine", "src/answer.cpp")[0] == 0
+    repo.write("answer", replaced(mine, "mine", "mine", "more"))
+    assert refresh(repo, "more", "src/answer.cpp") == (
+        0, "more: 1 lines added, 0 removed\n", "")
+    repo.path("answer").unlink()
+    repo.commit()
+    repo.replace("4_one", "a", "a", "new")
+    status, output, error = refresh(repo)
+    assert (status, error) == (0, "")
+    assert "more: 1 lines added, 0 removed\n" in output
+    for name in "mine", "more":
+        subprocess.run(["git", "apply", f"scripts/own/{name}.patch"], cwd=repo.folder,
+                       check=True)
+    assert repo.read("more") == replaced(
+        replaced(mine, "mine", "mine", "more"), "a", "a", "new")
+
+
 def test_since_a_commit(repo):
     """A change that has been committed, with the answers as they were."""
     repo.replace("5_two", "d", "D")

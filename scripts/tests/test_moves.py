@@ -35,6 +35,7 @@ HELLO = Promise(client="^Sent 13 bytes\\.$",
                 server={"^Received 13 bytes: Hello, world!$": 1})
 NOTHING_HAPPENED = "^error: .*nothing has happened for 10 s"
 LAGER = Promise([["lager"]], client="^The text is correct")
+CROWD = Promise([["5", "50"]] * 2, "^250 replies, all correct, ")
 PROMISES = {
     "4_hello": {
         "": HELLO,
@@ -66,6 +67,12 @@ PROMISES = {
                          {"WRITE: done$": 2})},
     "7_queue": {"": Promise([["4096", "100", "3"]], client="^Data is correct",
                             server={"bw=[0-9.]+Gbps": 1})},
+    "13_crowd": {
+        "": CROWD,
+        "clear": LAGER,
+        "number": LAGER._replace(clients=[["lager"]] * 3),
+        "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$"),
+        "client": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
 }
 
 

@@ -1102,6 +1102,7 @@ struct Client {
 
   // Begins a conversation. IsConnected tells whether the server takes part.
   void Connect() {
+    mailbox.Poll();  // libfabric notices if the server has hung up
     server.nonce = std::random_device()();
     server.number = 0;
     asked_at = Clock::now();

@@ -70,7 +70,6 @@ constexpr auto kIdlePause = 500us;    // where nothing can wake us
 constexpr auto kMaxPause = 20ms;      // there, after a long silence
 constexpr auto kContactGrace = 1s;    // for a first or last message
 constexpr auto kConnectAgain = 1s;    // without an ACCEPT
-constexpr auto kConnectPause = 10ms;  // while enough others connect
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
 constexpr size_t kEmptyWakes = 16;    // in a row, then we pause
 constexpr size_t kManyWakes = 2000;   // in a row, then for longer
@@ -80,7 +79,6 @@ constexpr size_t kBlockedBatch = 64;  // peers that have their turn at a time
 constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnsent = 16;     // SENDs to one peer, with those that wait
-constexpr size_t kMaxConnecting = 16;  // clients of a crowd, at a time
 
 // ---- Errors, signals, text ----
 
@@ -1045,6 +1043,8 @@ int ServerMain(const char* program) {
 // A client: a mailbox, and requests to the server, one at a time.
 struct Client {
   Peer server;
+  AppRequestMessage request;            // the last one
+  std::string content;                  // its key and its value
   uint32_t sequence = 0;                // of the last request
   std::optional<AppMessageType> reply;  // to it, once it is there
   std::string value;                    // in the reply
@@ -1057,10 +1057,10 @@ struct Client {
     server.addr = mailbox.endpoint.AddPeerAddress(server_addr);
   }
 
-  // Polls and handles messages. Returns the number of completions. Throws if a
-  // message could not be sent, or if we are refused.
-  size_t Poll() {
-    size_t completions = mailbox.Poll();
+  // Polls and handles messages. Throws if a message could not be sent, or if we
+  // are refused.
+  void Poll() {
+    mailbox.Poll();
     while (!mailbox.arrivals.empty()) {
       Message message;
       try {
@@ -1069,9 +1069,15 @@ struct Client {
       }
       HandleMessage(message);
     }
-    if (server.error.empty()) return completions;
-    throw std::runtime_error("SEND failed: " + server.error +
-                             "; is the other side still running?");
+    if (!server.error.empty()) {
+      throw std::runtime_error("SEND failed: " + server.error +
+                               "; is the other side still running?");
+    }
+    // With a connection that the server has just given up, a CONNECT is lost.
+    if (IsWaiting() && !IsConnected() &&
+        Clock::now() - connect_at > kConnectAgain) {
+      SendConnect();
+    }
   }
 
   // Handles a message. Ignores what is not from our server.
@@ -1083,6 +1089,7 @@ struct Client {
     std::string tail = message.substr(sizeof(head));
     if (head.base.type == AppMessageType::kAccept) {
       server.number = head.base.number;
+      if (IsWaiting()) SendRequest();
     } else if (head.base.type == AppMessageType::kRefused) {
       throw std::runtime_error("the server has refused: " + Printable(tail));
     } else if (head.sequence == sequence && !reply) {
@@ -1095,6 +1102,7 @@ struct Client {
 
   // Begins a conversation. IsConnected tells whether the server takes part.
   void Connect() {
+    mailbox.Poll();  // libfabric notices if the server has hung up
     server.nonce = std::random_device()();
     server.number = 0;
     asked_at = Clock::now();
@@ -1116,19 +1124,31 @@ struct Client {
   // Returns whether the server has accepted us.
   bool IsConnected() const { return server.number != 0; }
 
-  // Asks for something; then `reply` comes.
+  // Returns whether a reply should come.
+  bool IsWaiting() const { return sequence != 0 && !reply; }
+
+  // Asks for something; then `reply` comes. Connects first if the server may
+  // have forgotten us.
   void Ask(AppMessageType type, const std::string& key,
            const std::string& value = {}) {
+    bool forgotten = Clock::now() - asked_at > kForgetAfter / 2;
+    if (forgotten) Connect();
     reply.reset();
+    request = {{type}, ++sequence, uint32_t(key.size())};
+    content = key + value;
+    if (!forgotten) SendRequest();
+  }
+
+  // Sends the request, once we are connected.
+  void SendRequest() {
     asked_at = Clock::now();
     mailbox.endpoint.RestartSilence();
-    mailbox.Send(server,
-                 AppRequestMessage{{type}, ++sequence, uint32_t(key.size())},
-                 key + value);
+    mailbox.Send(server, request, content);
   }
 
   // Tells the server that we want nothing more. It must arrive before we close.
   void SayBye() {
+    if (!IsConnected()) return;
     mailbox.Send(server, AppRequestMessage{{AppMessageType::kBye}}, {},
                  FI_DELIVERY_COMPLETE);
   }
@@ -1181,170 +1201,84 @@ int ClientMain(const Address& server_addr, AppMessageType type,
   return 0;
 }
 
-// What the clients of a crowd have in common.
-struct Crowd {
-  size_t num_clients;
-  size_t num_requests;               // of each, once all are connected
-  std::chrono::milliseconds period;  // between two of them
-  size_t num_connected = 0;
-  size_t num_connecting = 0;
-  size_t num_left = 0;             // those that have gone
-  std::vector<double> times = {};  // of the replies, us
-};
+// One of a crowd. It puts a value, gets it back and compares, over and over.
+struct CrowdClient : Client {
+  using Client::Client;
+  std::string key = "key of client " + std::to_string(std::random_device()());
+  std::string stored;             // the value that the server should have
+  Clock::time_point due_at = {};  // when to ask again
 
-// One of a crowd. It puts a value, gets it back and checks it, over and over.
-struct CrowdClient {
-  enum class State { kIdle, kConnecting, kAsking, kLeaving, kGone };
-
-  Crowd& crowd;
-  Client client;
-  std::string key;
-  std::string value;  // that the server should have
-  State state = State::kIdle;
-  bool was_connected = false;
-  size_t num_answered = 0;
-  Clock::time_point due_at = {};    // when the next request is due
-  Clock::time_point leave_at = {};  // when to close, whatever is in flight
-
-  CrowdClient(Crowd& its_crowd, Domain& domain, const Address& server_addr)
-      : crowd(its_crowd),
-        client(domain, server_addr),
-        key("key of client " + std::to_string(std::random_device()())) {}
-
-  // Returns whether something should come from the server.
-  bool IsWaiting() const {
-    return state != State::kIdle && state != State::kGone;
+  // Asks for the next thing.
+  void AskNext() {
+    bool put = sequence % 2 == 0;
+    if (put) stored = key + ": " + std::to_string(sequence);
+    Ask(put ? AppMessageType::kPut : AppMessageType::kGet, key,
+        put ? stored : "");
   }
 
-  // Does what can be done now. Returns the number of completions. Throws if the
-  // server does not reply, or not as it should.
-  size_t Poll() {
-    Clock::time_point now = Clock::now();
-    size_t completions = client.Poll();
-    if (state == State::kConnecting && client.IsConnected()) {
-      --crowd.num_connecting;
-      state = State::kIdle;
-      if (!was_connected) {
-        ++crowd.num_connected;
-        due_at = now + crowd.period * (client.server.nonce % 100) / 100;
-      }
-      was_connected = true;
+  // Polls. Returns whether the reply has come. Throws if nothing comes, or not
+  // what should come.
+  bool HasReply() {
+    Poll();
+    mailbox.endpoint.CheckSilence("waiting for the server");
+    bool put = sequence % 2 == 1;
+    if (reply &&
+        (reply != AppMessageType::kDone || value != (put ? "" : stored))) {
+      throw std::runtime_error("the reply is not correct: " + Printable(value));
     }
-    // With a connection that the server has just given up, a CONNECT is lost.
-    if (state == State::kConnecting &&
-        now - client.connect_at > kConnectAgain) {
-      client.SendConnect();
-    }
-    if (state == State::kAsking && client.reply) {
-      CheckReply();
-      state = State::kIdle;
-      due_at = std::max(now, client.asked_at + crowd.period);
-      if (crowd.num_connected == crowd.num_clients) {
-        auto time = now - client.asked_at;
-        crowd.times.push_back(
-            std::chrono::duration<double, std::micro>(time).count());
-        ++num_answered;
-      }
-    }
-    if (state == State::kAsking || state == State::kConnecting) {
-      client.mailbox.endpoint.CheckSilence("waiting for the server");
-    }
-    if (state == State::kLeaving && (client.HasLeft() || now >= leave_at)) {
-      state = State::kGone;
-      ++crowd.num_left;
-      due_at = Clock::time_point::max();
-    }
-    if (!IsWaiting() && now >= due_at) Begin(now);
-    return completions;
-  }
-
-  // Begins what is to be done next.
-  void Begin(Clock::time_point now) {
-    if (num_answered == crowd.num_requests) return Leave();
-    // The server may have forgotten us.
-    if (now - client.asked_at > kForgetAfter / 2) {
-      if (crowd.num_connecting >= kMaxConnecting) {
-        due_at = now + kConnectPause;
-        return;
-      }
-      ++crowd.num_connecting;
-      state = State::kConnecting;
-      return client.Connect();
-    }
-    state = State::kAsking;
-    bool put = client.sequence % 2 == 0;
-    if (put) value = key + ": " + std::to_string(client.sequence);
-    client.Ask(put ? AppMessageType::kPut : AppMessageType::kGet, key,
-               put ? value : "");
-  }
-
-  // Throws if the reply is not what it should be.
-  void CheckReply() {
-    bool put = client.sequence % 2 == 1;
-    if (client.reply != AppMessageType::kDone ||
-        client.value != (put ? "" : value)) {
-      throw std::runtime_error("the reply is not correct: " +
-                               Printable(client.value));
-    }
-  }
-
-  // Says BYE, once.
-  void Leave() {
-    if (state == State::kLeaving || state == State::kGone) return;
-    leave_at = Clock::now() + kContactGrace;
-    state = State::kLeaving;
-    if (client.IsConnected()) client.SayBye();
+    return reply.has_value();
   }
 };
 
-// Runs many clients in one process.
-int CrowdMain(const Address& server_addr, Crowd crowd) {
+// Runs many clients in one process, until the server has replied so often since
+// all were connected. None of them may wait: the others would wait along.
+int CrowdMain(const Address& server_addr, size_t num_clients,
+              size_t num_replies, std::chrono::milliseconds period) {
   Domain domain;
-  std::list<CrowdClient> clients;
-  for (size_t i = 0; i < crowd.num_clients; ++i) {
-    clients.emplace_back(crowd, domain, server_addr);
-  }
-  Endpoint* first = &clients.front().client.mailbox.endpoint;
-  PrintSleep(*first);
-  Clock::time_point start = {};
-  bool interrupted = false;
-  while (crowd.num_left < crowd.num_clients) {
-    if (g_interrupted && !interrupted) {
-      interrupted = true;
-      for (CrowdClient& client : clients) client.Leave();
-    }
-    size_t completions = 0;
+  std::list<CrowdClient> crowd;
+  while (crowd.size() < num_clients) crowd.emplace_back(domain, server_addr);
+  std::vector<Clock::duration> times;                  // of the replies
+  Clock::time_point start = Clock::time_point::max();  // all are connected
+  while (!g_interrupted && times.size() < num_replies) {
     Clock::time_point now = Clock::now();
     Clock::time_point wake_at = now + kMaxSleep;
-    std::vector<Endpoint*> waiting = {first};
-    for (CrowdClient& client : clients) {
+    std::vector<Endpoint*> waiting = {&crowd.front().mailbox.endpoint};
+    bool connected = true;
+    for (CrowdClient& each : crowd) {
       // Nothing comes to those that have not asked.
-      if (client.IsWaiting() || now >= client.due_at) {
-        completions += client.Poll();
+      if (each.IsWaiting() && each.HasReply()) {
+        if (start <= now) times.push_back(Clock::now() - each.asked_at);
+        each.due_at = each.asked_at + period;
       }
-      if (client.IsWaiting()) {
-        waiting.push_back(&client.client.mailbox.endpoint);
-      } else {
-        wake_at = std::min(wake_at, client.due_at);
+      // One after the other: at first, each has to be connected.
+      bool idle = !each.IsWaiting() && times.size() < num_replies;
+      if (idle && connected && now >= each.due_at) each.AskNext();
+      connected = connected && each.IsConnected();
+      if (each.IsWaiting()) {
+        waiting.push_back(&each.mailbox.endpoint);
+      } else if (each.due_at > now) {
+        wake_at = std::min(wake_at, each.due_at);
       }
     }
-    if (start == Clock::time_point{} &&
-        crowd.num_connected == crowd.num_clients) {
+    if (connected && start > now) {
       start = now;
-      printf("%zu clients are connected.\n", crowd.num_clients);
+      printf("%zu clients are connected.\n", num_clients);
     }
-    if (completions > 0) continue;
-    Endpoint::Sleep(waiting, std::max(wake_at - now, Clock::duration(0)));
+    Endpoint::Sleep(waiting, wake_at - now);
+  }
+  double seconds = std::chrono::duration<double>(Clock::now() - start).count();
+  for (CrowdClient& each : crowd) each.SayBye();
+  for (auto end = Clock::now() + kContactGrace; CrowdClient & each : crowd) {
+    while (!each.HasLeft() && Clock::now() < end) each.mailbox.Poll();
   }
   CheckInterrupted();
-  double seconds = std::chrono::duration<double>(Clock::now() - start).count();
-  std::vector<double>& times = crowd.times;
+  times.resize(num_replies);  // the last round may have brought more
   std::sort(times.begin(), times.end());
   printf(
-      "%zu replies, all correct, %.0f a second: half took up to %.0f us, 99 %% "
-      "up to %.0f us.\n",
-      times.size(), static_cast<double>(times.size()) / seconds,
-      times[times.size() / 2], times[times.size() * 99 / 100]);
+      "%zu replies, all correct, %.0f a second: half took up to %ld us, 99 %% "
+      "up to %ld us.\n",
+      num_replies, static_cast<double>(num_replies) / seconds,
+      times[num_replies / 2] / 1us, times[num_replies * 99 / 100] / 1us);
   return 0;
 }
 
@@ -1436,13 +1370,13 @@ int main(int argc, char** argv) {
       return ClientMain(server_addr, type, args[1], args[2]);
     }
     if (args.size() > 3) throw std::invalid_argument("too many arguments");
-    Crowd crowd = {ParseNumber("CLIENTS", args[0]), 1000, 0ms};
-    if (args.size() > 1) crowd.num_requests = ParseNumber("REQUESTS", args[1]);
-    if (args.size() > 2) {
-      crowd.period =
-          std::chrono::milliseconds(ParseNumber("PERIOD", args[2], 0));
-    }
-    return CrowdMain(server_addr, crowd);
+    size_t num_clients = ParseNumber("CLIENTS", args[0]);
+    size_t requests = 1000;
+    size_t period = 0;
+    if (args.size() > 1) requests = ParseNumber("REQUESTS", args[1]);
+    if (args.size() > 2) period = ParseNumber("PERIOD", args[2], 0);
+    return CrowdMain(server_addr, num_clients, num_clients * requests,
+                     std::chrono::milliseconds(period));
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;

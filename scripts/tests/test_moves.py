@@ -37,6 +37,7 @@ HELLO = Promise(client="^Sent 13 bytes\\.$",
 NOTHING_HAPPENED = "^error: .*nothing has happened for 10 s"
 SAVED = "^The server has saved the file\\.$"
 LAGER = Promise([["lager"]], client="^The text is correct")
+CROWD = Promise([["5", "50"]] * 2, "^250 replies, all correct, ")
 PROMISES = {
     "4_hello": {
         "": HELLO,
@@ -76,6 +77,12 @@ PROMISES = {
         "write": Promise([["1000000"], ["5"]], SAVED, {"Done": 2}),
         # The bytes may be wrong: see test_saved_too_late.
         "thread": Promise([["1000000"], ["5"]], SAVED, {"Done": 2})},
+    "13_crowd": {
+        "": CROWD,
+        "clear": LAGER,
+        "number": LAGER._replace(clients=[["lager"]] * 3),
+        "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$"),
+        "client": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
 }
 
 

@@ -389,9 +389,9 @@ def test_slow_owner(walk, provider):
     """A client that was only slow spoils the ledger, until it WRITEs aside."""
     for word in "lease", "aside":
         server = walk(10, word, provider)
-        server.env = {**server.env, "HOLD_MS": "1500"}
+        server.env = {**server.env, "HOLD_MS": "3000"}
         slow = server.start_client("2")
-        slow.wait_for("1/2 changes under the lock")
+        slow.wait_for("1/2 changes under the lock")  # and holds it again
         server.env = {**server.env, "HOLD_MS": "0"}
         other = server.start_client("5")
         assert other.wait() == 0 and "of others that we ended: 1" in other.output

@@ -1465,11 +1465,6 @@ int ServerMain(const char* program) {
   return 0;
 }
 
-// Returns the seconds since a point in time.
-double SecondsSince(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
 // Memory of the client, all of it registered: each operation has a place.
 struct ClientMemory {
   AtomicNumbers atomic;
@@ -1480,17 +1475,8 @@ struct ClientMemory {
   uint8_t chunk[kChunkSize];
 };
 
-// A record of the hash table that is ours.
-struct OwnRecord {
-  size_t place;
-  uint64_t version;
-};
-
-// What to throw if an entry of the log is missing or wrong.
-constexpr const char* kLogIsWrong = "the log is not as we have written it";
-
-// What the client does with the server's memory.
-struct LockClient {
+// A client of the server's memory, which does one operation at a time.
+struct TableClient {
   Buffer buf;
   ClientMemory* memory;
   Session session;
@@ -1499,26 +1485,11 @@ struct LockClient {
   AppReplyMessage joined = {};
   Clock::time_point alive_at;
 
-  std::optional<uint64_t> changes_before;     // of the ledger, by our seat
-  std::map<uint64_t, OwnRecord> own_records;  // by their keys
-  uint32_t num_messages = 0;  // entries that the server has appended for us
-  uint32_t num_entries = 0;   // that we have appended
-  size_t num_changes = 0;     // that we have made in the ledger
-  size_t lost_changes = 0;    // of these, those that are not there any more
-  size_t lost_turns = 0;      // that others have ended
-  size_t ended_turns = 0;     // of others, that we have ended
-  size_t torn_reads = 0;      // of records that changed meanwhile
-  std::chrono::milliseconds hold{0};  // that we keep the lock
-
-  explicit LockClient(Domain& domain)
+  explicit TableClient(Domain& domain)
       : buf(domain, sizeof(ClientMemory), FI_READ | FI_WRITE),
         memory(reinterpret_cast<ClientMemory*>(buf.data.get())),
         session(domain) {
     CheckAtomics(session.endpoint);
-    // For tests, and for the chapter.
-    if (const char* text = getenv("HOLD_MS")) {
-      hold = std::chrono::milliseconds(atoi(text));
-    }
   }
 
   // Waits until `done` returns true. Tells the server now and then that we are
@@ -1604,41 +1575,89 @@ struct LockClient {
        remote);
     return memory->atomic.before;
   }
+};
 
-  // ---- The log: a place for each entry ----
+// The log: a place for each entry.
+struct Log {
+  TableClient& client;
+  LogEntry& entry = client.memory->entry;
+  uint32_t num_messages = 0;  // entries that the server has appended for us
+  uint32_t num_entries = 0;   // that we have appended
 
   // Has the server write the next entry.
   void AppendByMessage() {
-    Ask(AppMessageType::kAppend, {joined.client, num_messages});
+    client.Ask(AppMessageType::kAppend, {client.joined.client, num_messages});
     ++num_messages;
   }
 
   // Draws a ticket, and WRITEs the next entry to the place that it names.
   void Append() {
-    uint64_t ticket = FetchAdd(offsetof(SharedTable, tickets), 1);
+    uint64_t ticket = client.FetchAdd(offsetof(SharedTable, tickets), 1);
     if (ticket >= kLogSize) {
       throw std::runtime_error(
           "the log is full; the server empties it when all clients have gone");
     }
-    memory->entry = {joined.client, num_entries};
-    Do(RdmaOpType::kWrite, &memory->entry, sizeof(memory->entry),
-       offsetof(SharedTable, log) + ticket * sizeof(LogEntry));
+    entry = {client.joined.client, num_entries};
+    client.Do(RdmaOpType::kWrite, &entry, sizeof(entry),
+              offsetof(SharedTable, log) + ticket * sizeof(LogEntry));
     ++num_entries;
   }
 
-  // ---- The ledger: a lock ----
+  // Our entries are in the order in which we have appended them.
+  void Check() {
+    size_t num = std::min<uint64_t>(
+        client.FetchAdd(offsetof(SharedTable, tickets), 0), kLogSize);
+    size_t step =
+        std::min(kChunkSize,
+                 client.session.mailbox.domain.info->ep_attr->max_msg_size) /
+        sizeof(LogEntry);
+    const auto* entries =
+        reinterpret_cast<const LogEntry*>(client.memory->chunk);
+    size_t found = 0;
+    bool right = true;
+    for (size_t first = 0; first < num; first += step) {
+      size_t n = std::min(step, num - first);
+      client.Do(RdmaOpType::kRead, client.memory->chunk, n * sizeof(LogEntry),
+                offsetof(SharedTable, log) + first * sizeof(LogEntry));
+      for (size_t i = 0; i < n; ++i) {
+        if (entries[i].client != client.joined.client) continue;
+        right &= entries[i].count == found++;
+      }
+    }
+    if (!right || found != num_entries) {
+      throw std::runtime_error("the log is not as we have written it");
+    }
+  }
+};
+
+// Returns for how long to keep the lock: for tests, and for the chapter.
+std::chrono::milliseconds HoldTime() {
+  const char* text = getenv("HOLD_MS");
+  return std::chrono::milliseconds(text != nullptr ? atoi(text) : 0);
+}
+
+// Changes the ledger, which a lock protects.
+struct Bookkeeper {
+  TableClient& client;
+  Ledger& ledger = client.memory->ledger;  // what we have READ
+  std::chrono::milliseconds hold = HoldTime();
+  std::optional<uint64_t> changes_before = {};  // by our seat
+  size_t num_changes = 0;                       // that we have made
+  size_t lost_changes = 0;  // of these, those that are not there any more
+  size_t lost_turns = 0;    // that others have ended
+  size_t ended_turns = 0;   // of others, that we have ended
 
   // Returns whose turn it is, and which ledger is valid.
   Turn ReadTurn() {
-    Turn turn = Turn::FromWord(FetchAdd(offsetof(SharedTable, turn), 0));
+    Turn turn = Turn::FromWord(client.FetchAdd(offsetof(SharedTable, turn), 0));
     if (turn.ledger >= 2 * kMaxClients) throw BadMessage("no such ledger");
     return turn;
   }
 
   // Replaces the turn, if it is still as expected. Returns whether it was.
   bool ReplaceTurn(const Turn& expected, const Turn& turn) {
-    return CompareSwap(offsetof(SharedTable, turn), expected.Word(),
-                       turn.Word()) == expected.Word();
+    return client.CompareSwap(offsetof(SharedTable, turn), expected.Word(),
+                              turn.Word()) == expected.Word();
   }
 
   // Waits until it is the turn of a ticket, or of a later one. Ends the turn of
@@ -1665,7 +1684,7 @@ struct LockClient {
   // Changes the ledger, while nobody else does.
   void Change() {
     while (true) {
-      uint64_t ticket = FetchAdd(offsetof(SharedTable, lock_tickets), 1);
+      uint64_t ticket = client.FetchAdd(offsetof(SharedTable, lock_tickets), 1);
       Turn turn = WaitForTurn(ticket);
       if (turn.ticket == ticket && TryChange(turn)) return;
       ++lost_turns;
@@ -1676,35 +1695,34 @@ struct LockClient {
   // turn, both at once. Returns false if our turn was over before that; then
   // nothing has changed.
   bool TryChange(const Turn& turn) {
-    ReadLedger(turn);
-    ++memory->ledger.changes[joined.seat];
-    ++memory->ledger.total;
+    Read(turn);
+    ++ledger.changes[client.joined.seat];
+    ++ledger.total;
     Clock::time_point until = Clock::now() + hold;
-    WaitUntil("holding the lock", [&] {
-      session.endpoint.RestartSilence();  // this one is ours
+    client.WaitUntil("holding the lock", [&] {
+      client.session.endpoint.RestartSilence();  // this one is ours
       return Clock::now() >= until;
     });
-    size_t aside = 2 * joined.seat;
+    size_t aside = 2 * client.joined.seat;
     if (turn.ledger == aside) ++aside;
-    Do(RdmaOpType::kWrite, &memory->ledger, sizeof(memory->ledger),
-       offsetof(SharedTable, ledgers) + aside * sizeof(Ledger));
+    client.Do(RdmaOpType::kWrite, &ledger, sizeof(ledger),
+              offsetof(SharedTable, ledgers) + aside * sizeof(Ledger));
     if (!ReplaceTurn(turn, {turn.ticket + 1, aside})) return false;
     ++num_changes;
     // It was our turn until now, so nobody has written what we have READ.
-    CompareLedger();
+    Compare();
     return true;
   }
 
   // READs the ledger that is valid.
-  void ReadLedger(const Turn& turn) {
-    Do(RdmaOpType::kRead, &memory->ledger, sizeof(Ledger),
-       offsetof(SharedTable, ledgers) + turn.ledger * sizeof(Ledger));
+  void Read(const Turn& turn) {
+    client.Do(RdmaOpType::kRead, &ledger, sizeof(Ledger),
+              offsetof(SharedTable, ledgers) + turn.ledger * sizeof(Ledger));
   }
 
   // Compares the ledger that we have READ with what we have done ourselves.
-  void CompareLedger() {
-    const Ledger& ledger = memory->ledger;
-    uint64_t ours = ledger.changes[joined.seat];
+  void Compare() {
+    uint64_t ours = ledger.changes[client.joined.seat];
     // Others may have had our seat before.
     if (!changes_before) changes_before = ours - num_changes;
     uint64_t expected = *changes_before + num_changes - lost_changes;
@@ -1714,7 +1732,36 @@ struct LockClient {
     }
   }
 
-  // ---- The hash table: READs without a lock ----
+  // Takes no lock: if the turn is the same after the READ as before it, nobody
+  // has written this ledger meanwhile.
+  void Check() {
+    Turn turn = ReadTurn();
+    while (true) {
+      Turn before = turn;
+      Read(turn);
+      turn = ReadTurn();
+      if (turn.Word() == before.Word()) break;
+    }
+    Compare();
+    if (lost_changes > 0) {
+      throw std::runtime_error(std::to_string(lost_changes) + " of our " +
+                               std::to_string(num_changes) +
+                               " changes of the ledger have been lost");
+    }
+  }
+};
+
+// The hash table: READs without a lock.
+struct HashTable {
+  struct OwnRecord {
+    size_t place;
+    uint64_t version;
+  };
+  TableClient& client;
+  Record& written = client.memory->written;
+  Record& read = client.memory->read;
+  std::map<uint64_t, OwnRecord> own_records = {};  // by their keys
+  size_t torn_reads = 0;  // of records that changed meanwhile
 
   // The keys that we own, and those of others.
   static uint64_t Key(size_t seat, size_t i) {
@@ -1734,10 +1781,10 @@ struct LockClient {
   // READs a record. If it changes meanwhile, we may get a part of the old one
   // and a part of the new one, and READ it again. Returns false if that goes
   // on: its owner has died while it wrote.
-  bool ReadRecord(size_t place) {
+  bool Read(size_t place) {
     for (size_t i = 0; i < kMaxReads; ++i) {
-      Do(RdmaOpType::kRead, &memory->read, sizeof(Record), RecordAt(place));
-      if (memory->read.IsValid()) return true;
+      client.Do(RdmaOpType::kRead, &read, sizeof(Record), RecordAt(place));
+      if (read.IsValid()) return true;
       ++torn_reads;
     }
     return false;
@@ -1746,9 +1793,9 @@ struct LockClient {
   // Looks a key up. Returns whether it is there; then its record has been READ.
   bool Get(uint64_t key) {
     for (size_t i = 0; i < kNumRecords; ++i) {
-      bool valid = ReadRecord(Place(key, i));
-      if (memory->read.key == key) return valid && memory->read.version > 0;
-      if (memory->read.key == 0) break;
+      bool valid = Read(Place(key, i));
+      if (read.key == key) return valid && read.version > 0;
+      if (read.key == 0) break;
     }
     return false;
   }
@@ -1759,7 +1806,7 @@ struct LockClient {
     for (size_t i = 0; i < kNumRecords; ++i) {
       size_t place = Place(key, i);
       uint64_t before =
-          CompareSwap(RecordAt(place) + offsetof(Record, key), 0, key);
+          client.CompareSwap(RecordAt(place) + offsetof(Record, key), 0, key);
       if (before == 0 || before == key) return place;
     }
     throw std::runtime_error("the hash table is full");
@@ -1767,87 +1814,49 @@ struct LockClient {
 
   // Writes a new version of a record of ours.
   void Put(size_t i) {
-    Record& record = memory->written;
-    record.key = Key(joined.seat, i);
-    auto [entry, is_new] = own_records.try_emplace(record.key);
+    written.key = Key(client.joined.seat, i);
+    auto [entry, is_new] = own_records.try_emplace(written.key);
     OwnRecord& own = entry->second;
     if (is_new) {
-      own.place = Claim(record.key);
+      own.place = Claim(written.key);
       // Others may have had our seat before.
-      ReadRecord(own.place);
-      own.version = memory->read.version;
+      Read(own.place);
+      own.version = read.version;
     }
-    record.version = ++own.version;
-    memset(record.data, uint8_t(record.version), sizeof(record.data));
-    record.checksum = record.Checksum();
+    written.version = ++own.version;
+    memset(written.data, uint8_t(written.version), sizeof(written.data));
+    written.checksum = written.Checksum();
     // The key is there already.
     constexpr size_t kKeySize = offsetof(Record, version);
-    Do(RdmaOpType::kWrite, &record.version, sizeof(Record) - kKeySize,
-       RecordAt(own.place) + kKeySize);
-  }
-
-  // ---- The check in the end ----
-
-  // Our entries are in the order in which we have appended them.
-  void CheckLog() {
-    size_t num = std::min<uint64_t>(FetchAdd(offsetof(SharedTable, tickets), 0),
-                                    kLogSize);
-    size_t step = std::min(kChunkSize,
-                           session.mailbox.domain.info->ep_attr->max_msg_size) /
-                  sizeof(LogEntry);
-    const auto* entries = reinterpret_cast<const LogEntry*>(memory->chunk);
-    size_t found = 0;
-    for (size_t first = 0; first < num; first += step) {
-      size_t n = std::min(step, num - first);
-      Do(RdmaOpType::kRead, memory->chunk, n * sizeof(LogEntry),
-         offsetof(SharedTable, log) + first * sizeof(LogEntry));
-      for (size_t i = 0; i < n; ++i) {
-        if (entries[i].client != joined.client) continue;
-        if (entries[i].count != found) throw std::runtime_error(kLogIsWrong);
-        ++found;
-      }
-    }
-    if (found != num_entries) throw std::runtime_error(kLogIsWrong);
-  }
-
-  // Takes no lock: if the turn is the same after the READ as before it, nobody
-  // has written this ledger meanwhile.
-  void CheckLedger() {
-    Turn turn = ReadTurn();
-    while (true) {
-      Turn before = turn;
-      ReadLedger(turn);
-      turn = ReadTurn();
-      if (turn.Word() == before.Word()) break;
-    }
-    CompareLedger();
-    if (lost_changes > 0) {
-      throw std::runtime_error(std::to_string(lost_changes) + " of our " +
-                               std::to_string(num_changes) +
-                               " changes of the ledger have been lost");
-    }
+    client.Do(RdmaOpType::kWrite, &written.version, sizeof(Record) - kKeySize,
+              RecordAt(own.place) + kKeySize);
   }
 
   // Throws if a key is there twice, or a record is not as we have written it.
-  void CheckRecords() {
+  void Check() {
     std::set<uint64_t> keys;
     for (size_t place = 0; place < kNumRecords; ++place) {
-      ReadRecord(place);
-      uint64_t key = memory->read.key;
+      Read(place);
+      uint64_t key = read.key;
       if (key != 0 && !keys.insert(key).second) {
         throw std::runtime_error("a key is twice in the hash table");
       }
     }
     for (const auto& [key, own] : own_records) {
-      if (!Get(key) || memory->read.version != own.version) {
+      if (!Get(key) || read.version != own.version) {
         throw std::runtime_error("a record is not as we have written it");
       }
     }
   }
 };
 
+// Returns the seconds since a point in time.
+double SecondsSince(Clock::time_point start) {
+  return std::chrono::duration<double>(Clock::now() - start).count();
+}
+
 // Makes all changes of one kind, and prints how long they take.
-void Repeat(LockClient& client, const char* what, size_t count,
+void Repeat(TableClient& client, const char* what, size_t count,
             const std::function<void()>& change) {
   Clock::time_point start = Clock::now();
   Clock::time_point reported_at = start;
@@ -1869,26 +1878,28 @@ void Repeat(LockClient& client, const char* what, size_t count,
 // Runs the client. Throws unless it gets what it asks for.
 int ClientMain(const Address& server_addr, size_t count) {
   Domain domain(GetInfo());
-  LockClient client(domain);
+  TableClient client(domain);
+  Log log{client};
+  Bookkeeper ledger{client};
+  HashTable table{client};
   client.session.Connect(server_addr);
   std::mt19937_64 random{std::random_device{}()};
   try {
     client.Join();
-    Repeat(client, "entries by message", count,
-           [&] { client.AppendByMessage(); });
+    Repeat(client, "entries by message", count, [&] { log.AppendByMessage(); });
     Repeat(client, "entries by FETCH-AND-ADD and WRITE", count,
-           [&] { client.Append(); });
-    Repeat(client, "changes under the lock", count, [&] { client.Change(); });
+           [&] { log.Append(); });
+    Repeat(client, "changes under the lock", count, [&] { ledger.Change(); });
     Repeat(client, "records written, and as many read", count, [&] {
-      client.Put(random() % kKeysPerClient);
-      client.Get(
-          LockClient::Key(random() % kMaxClients, random() % kKeysPerClient));
+      table.Put(random() % kKeysPerClient);
+      table.Get(
+          HashTable::Key(random() % kMaxClients, random() % kKeysPerClient));
     });
     client.session.Send(AppReportMessage{
-        {AppMessageType::kReport}, client.num_entries, client.num_changes});
-    client.CheckLog();
-    client.CheckLedger();
-    client.CheckRecords();
+        {AppMessageType::kReport}, log.num_entries, ledger.num_changes});
+    log.Check();
+    ledger.Check();
+    table.Check();
   } catch (...) {
     client.Drain();
     client.session.SayBye(kContactGrace);
@@ -1897,7 +1908,7 @@ int ClientMain(const Address& server_addr, size_t count) {
   printf(
       "Turns of ours that others ended: %zu, of others that we ended: %zu; "
       "READs of half a WRITE: %zu\n",
-      client.lost_turns, client.ended_turns, client.torn_reads);
+      ledger.lost_turns, ledger.ended_turns, table.torn_reads);
   client.session.SayBye();
   printf("Data is correct.\n");
   return 0;

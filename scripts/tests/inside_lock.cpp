@@ -39,7 +39,8 @@ int main() {
   g_table = reinterpret_cast<SharedTable*>(memory.buf.data.get());
   Session server(domain);
   g_server = &server;
-  LockClient client(domain);
+  TableClient client(domain);
+  Bookkeeper keeper{client};
   Endpoint& endpoint = client.session.endpoint;
   client.session.peer = endpoint.AddPeerAddress(server.endpoint.addr);
   client.joined.client = 1;
@@ -53,11 +54,11 @@ int main() {
   g_table->ledgers[0] = {.total = 4, .changes = {0, 4}};
   g_table->turn = Turn{.ticket = 1, .ledger = 0}.Word();
   try {
-    client.CheckLedger();
+    keeper.Check();
   } catch (const std::exception& e) {
     printf("wrong: %s\n", e.what());
     return 1;
   }
-  printf("READs: %zu, total: %lu\n", g_reads, client.memory->ledger.total);
-  return client.memory->ledger.total == 5 ? 0 : 1;
+  printf("READs: %zu, total: %lu\n", g_reads, keeper.ledger.total);
+  return keeper.ledger.total == 5 ? 0 : 1;
 }

@@ -77,6 +77,17 @@ PROMISES = {
         "write": Promise([["1000000"], ["5"]], SAVED, {"Done": 2}),
         # The bytes may be wrong: see test_saved_too_late.
         "thread": Promise([["1000000"], ["5"]], SAVED, {"Done": 2})},
+    "10_lock": {
+        "": Promise([["50"]] * 2, "^Data is correct\\.$",
+                    {"^the log has \\d+ entries, .* It all fits together\\.$": 1}),
+        "clear": Promise([["50"]] * 2, "^The log has 0 of 1048576 entries\\.$",
+                         {"^\\[\\d\\] Done\\.$": 2}),
+        "append": Promise([["50"]], "^\\[1\\] 50 entries by READ and WRITE: ",
+                          {"^our own log has 50 entries, the shared one 50\\.$": 1}),
+        "add": Promise([["50"]] * 2, "^Data is correct\\.$",
+                       {"^the log has \\d+ entries\\.$": 1}),
+        "ledger": Promise([["50"]], "^Data is correct\\.$",
+                          {"^the log has 50 entries, the ledger 50 changes\\.$": 1})},
     "13_crowd": {
         "": CROWD,
         "clear": LAGER,

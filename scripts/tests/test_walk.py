@@ -1,4 +1,4 @@
-"""What goes wrong before a move of chapters 4 to 7 and 9, and is right after it: the chapters
+"""What goes wrong before a move of chapters 4 to 10, and is right after it: the chapters
 have the reader see both."""
 
 import filecmp
@@ -36,6 +36,8 @@ def may_warn(*names):
         return test
     return mark
 
+
+PROVIDERS_OF_ATOMICS = [name for name in PROVIDERS if name in ("", "shm")]
 
 over_tcp = pytest.mark.skipif(os.environ.get("RDMA", "") != "", reason="TCP's own ways")
 
@@ -396,3 +398,119 @@ def test_left_behind(run, walk):
             server.process.wait_for("error: the client has left before its file was saved")
             time.sleep(0.5)
             assert os.listdir(folder) == (["file"] if word == "disk" else [])
+
+
+@over_tcp
+@after(10, "append add")
+def test_same_place(walk):
+    """Two clients that READ how long a log is, and WRITE that, take the same places: not
+    each time, but soon. With FETCH-AND-ADD, each client finds its entries."""
+    server = walk(10, "append", "tcp")
+    for _ in range(20):
+        clients = [server.start_client("2000") for _ in range(2)]
+        assert [client.wait() for client in clients] == [0, 0]
+        server.process.wait_for("^our own log has")
+        own, shared = re.findall(r"^our own log has (\d+) entries, the shared one (\d+)\.$",
+                                 server.process.output, re.M)[-1]
+        if int(shared) < int(own):
+            break
+    assert int(shared) < int(own)
+    server = walk(10, "add", "tcp")
+    clients = [server.start_client("2000") for _ in range(2)]
+    for client in clients:
+        assert client.wait() == 0 and "Data is correct." in client.output
+
+
+@pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
+@after(10, "ledger lock")
+def test_unlocked_ledger(walk, provider):
+    """Without a lock, changes of the ledger are lost, and with one none is."""
+    for word in "ledger", "lock":
+        server = walk(10, word, provider, HOLD_MS="3")
+        clients = [server.start_client("300") for _ in range(2)]
+        status = [client.wait() for client in clients]
+        found = server.process.wait_for(
+            r"^the log has 600 entries, the ledger (\d+) changes\.")
+        if word == "ledger":
+            assert status != [0, 0] and int(found[1]) < 600
+            assert "of our 300 changes of the ledger have been lost" in \
+                clients[status.index(1)].output
+        else:
+            assert status == [0, 0] and int(found[1]) == 600
+
+
+@pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
+@after(10, "lock lease")
+def test_dead_owner(walk, provider):
+    """A client that is killed while it has the lock locks everybody out, until a turn is
+    over after a second."""
+    for word in "lock", "lease":
+        server = walk(10, word, provider)
+        server.env = {**server.env, "HOLD_MS": "60000"}
+        owner = server.start_client("3")
+        owner.wait_for("FETCH-AND-ADD and WRITE: ")
+        time.sleep(0.5)
+        owner.signal(signal.SIGKILL)
+        owner.wait()
+        server.env = {**server.env, "HOLD_MS": "0"}
+        other = server.start_client("5")
+        other.wait_for("FETCH-AND-ADD and WRITE: ")
+        if word == "lease":
+            assert other.wait() == 0, other.output
+            assert "of others that we ended: 1" in other.output
+        else:
+            time.sleep(3)
+            assert "under the lock" not in other.output
+            other.signal(signal.SIGINT)
+            assert other.wait() == 1
+
+
+@pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
+@after(10, "lease aside")
+def test_slow_owner(walk, provider):
+    """A client that was only slow spoils the ledger, until it WRITEs aside."""
+    for word in "lease", "aside":
+        server = walk(10, word, provider)
+        server.env = {**server.env, "HOLD_MS": "3000"}
+        slow = server.start_client("2")
+        slow.wait_for("1/2 changes under the lock")  # and holds it again
+        server.env = {**server.env, "HOLD_MS": "0"}
+        other = server.start_client("5")
+        assert other.wait() == 0 and "of others that we ended: 1" in other.output
+        if word == "lease":
+            assert slow.wait() == 1 and "error: the ledger is wrong" in slow.output
+        else:
+            assert slow.wait() == 0, slow.output
+            server.process.wait_for(
+                r"^the log has 7 entries, the ledger 7 changes\. It all fits together\.$")
+
+
+@over_tcp
+@after(10, "records checksum")
+def test_half_a_record(run, tmp_path):
+    """A READ finds half of a WRITE: not each time, but soon. A checksum shows it, and the
+    client READs again."""
+    words = [moves.word(path) for path in moves.patches("10_lock")]
+    for word in "records", "checksum":
+        source = moves.states("10_lock")[words.index(word) + 1]
+        for old, new in [(r"data\[2\d\d\]", "data[1048552]"),
+                         ("kNumRecords = 1024", "kNumRecords = 16"),
+                         ("kKeysPerClient = 32", "kKeysPerClient = 1")]:
+            source, count = re.subn(old, new, source)
+            assert count == 1
+        name = f"torn_{word}"
+        (tmp_path / f"{name}.cpp").write_text(source)
+        subprocess.run(["g++", "-std=c++20", "-O0", "-o", tmp_path / name,
+                        tmp_path / f"{name}.cpp", "-lfabric"], check=True)
+        server = First(run, str(tmp_path), name, "tcp")
+        for _ in range(20):
+            clients = [server.start_client("150") for _ in range(4)]
+            for client in clients:
+                client.wait()
+            output = "".join(client.output for client in clients)
+            if word == "checksum":
+                assert output.count("Data is correct.") == 4, output
+            if re.search(r"error: version \d+ begins with|half a WRITE: [1-9]", output):
+                break
+        else:
+            pytest.fail("no READ has found half of a WRITE")

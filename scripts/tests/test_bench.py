@@ -64,6 +64,7 @@ def read_csv(path):
         return list(csv.DictReader(file))
 
 
+@pytest.mark.thorough
 def test_bench(tmp_path):
     """Without matplotlib there is no figure, but everything else."""
     link_programs(tmp_path)

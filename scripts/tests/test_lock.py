@@ -51,6 +51,7 @@ def turns(client):
 
 @pytest.mark.builds("plain")
 @two_providers
+@pytest.mark.thorough
 def test_together(serve, provider):
     """Four clients at once. Then a fifth one, for which the server has begun anew."""
     server = serve("10_lock", provider)
@@ -304,6 +305,7 @@ def test_unfinished(run, serve):
 
 
 @pytest.mark.builds("sanitized")
+@pytest.mark.thorough
 def test_seats(run, serve):
     """More clients than there are seats, while one of them stays: those that come
     later get the seats, the keys and the ledgers of those before them."""

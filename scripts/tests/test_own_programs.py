@@ -227,6 +227,7 @@ def without_comments(source):
                               for line in source.split("\n")) if line]
 
 
+@pytest.mark.thorough
 def test_ping_from_the_page(run, tmp_path):
     """It compiles after each step, and becomes the patch's, which answers."""
     *steps, last = typed_ping()
@@ -416,6 +417,7 @@ def test_queue(run, tmp_path):
     assert counts(queue) == [12, 0, 0, 12, 0, 0, True]
 
 
+@pytest.mark.thorough
 def test_queue_without_rounds(run, tmp_path):
     """What the page has the reader change in Put."""
     page = chapters.Page(ROOT, "chapters/appendix_queue.md")

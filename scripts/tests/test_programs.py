@@ -221,6 +221,7 @@ def test_server_stood_still(serve, program, provider):
 
 
 @pytest.mark.builds("plain")
+@pytest.mark.thorough
 def test_waiting_is_not_silence(run, tmp_path):
     """One client has all the memory and the time of the server for longer than
     the limit, which is 3 s here. Seven others wait for memory, and ten for an ACCEPT: more

@@ -241,8 +241,8 @@ def test_server_killed_while_others_wait(run, serve, program, signum):
 
 @pytest.mark.long
 @pytest.mark.parametrize("program,alive,question", [
-    ("8_malloc", ALIVE, request(USAGE)), ("10_lock", TABLE_ALIVE, base(JOIN))],
-    ids=["8_malloc", "10_lock"])
+    pytest.param("8_malloc", ALIVE, request(USAGE), marks=pytest.mark.thorough),
+    ("10_lock", TABLE_ALIVE, base(JOIN))], ids=["8_malloc", "10_lock"])
 def test_idle_clients(run, tmp_path, program, alive, question):
     """A client that only says that it is alive loses its place, once others wait. One
     that says what it has done keeps it, and so does one that asks for something. The

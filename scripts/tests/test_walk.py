@@ -2,6 +2,7 @@
 have the reader see both."""
 
 import filecmp
+import functools
 import os
 import re
 import signal
@@ -22,8 +23,11 @@ def after(number, words):
     """Marks a test of a step's moves: those have to be there. One worker builds them."""
     step = next((step for step in moves.steps() if step.startswith(f"{number}_")), None)
     there = {moves.word(path) for path in moves.patches(step)} if step else set()
-    return lambda test: pytest.mark.xdist_group(f"moves of {step}")(pytest.mark.skipif(
-        not set(words.split()) <= there, reason=f"{number} has no such moves")(test))
+    marks = [pytest.mark.xdist_group(f"moves of {step}"),
+             pytest.mark.skipif(not set(words.split()) <= there,
+                                reason=f"{number} has no such moves"),
+             *[pytest.mark.thorough] * (number > 7)]
+    return lambda test: functools.reduce(lambda test, mark: mark(test), marks, test)
 
 
 def may_warn(*names):

@@ -211,13 +211,13 @@ def typed_feed():
     source = source.replace("  void ContinueWork() {}\n", work)
     source = add(source, items + "\n", before=SERVED)
     for pieces in slots + receive, ours, credits:
-        pieces = re.split(r"(?m)^// \((\d+)\)\n", pieces)[1:]
-        for number, piece in zip(pieces[::2], pieces[1::2]):
-            source, places = re.subn(rf"(?m)^ *// \({number}\)\n", lambda _: piece,
+        pieces = re.split(r"(?m)^// \(([A-H])\)\n", pieces)[1:]
+        for letter, piece in zip(pieces[::2], pieces[1::2]):
+            source, places = re.subn(rf"(?m)^ *// \({letter}\)\n", lambda _: piece,
                                      source)
-            assert places == 1, number
+            assert places == 1, letter
         yield source
-    assert not re.search(r"// \(\d", source)
+    assert not re.search(r"// \([A-H]\)", source)
 
 
 def without_comments(source):

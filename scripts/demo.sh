@@ -21,9 +21,12 @@ cleanup() {
     kill -TERM "$pid" 2>/dev/null || true
   done
   # label() waits for a program to open the pipe. If the program was never
-  # started, this ends the wait.
-  : <>"$dir/server" || true
-  : <>"$dir/client" || true
+  # started, this ends the wait, which may begin late on a busy machine.
+  while [ -n "$(jobs -r)" ]; do
+    : <>"$dir/server" || true
+    : <>"$dir/client" || true
+    sleep 0.05
+  done
   wait
   rm -rf "$dir"
 }

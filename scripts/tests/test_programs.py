@@ -165,10 +165,13 @@ def test_eagain(serve, provider):
     server.stop()
 
 
+# On a busy machine, a client of 7_queue may hear nothing for ten seconds over
+# udp;ofi_rxd, which repeats what was lost more and more seldom.
 @pytest.mark.builds("sanitized")  # it takes long
 @pytest.mark.parametrize("program,provider", [
     (program, provider) for program in PROGRAMS for provider in PROVIDERS
-    if provider in ("", "shm") or TABLE[program].every_provider])
+    if provider in ("", "shm") or (TABLE[program].every_provider and
+                                   (program, provider) != ("7_queue", "udp;ofi_rxd"))])
 def test_four_clients(serve, program, provider):
     """Started at the same moment, all are served."""
     skip_lossy(program, provider)

@@ -168,6 +168,7 @@ def test_places_of_the_dead(walk, still):
             assert ninth.wait() == 0, ninth.output
 
 
+@may_warn("5_reverse")
 def test_still(run):
     """scripts/still: other clients are served meanwhile, and then it goes on, or is
     killed."""

@@ -23,7 +23,7 @@ sys.path += [TESTS, *(f"{TESTS}/../{folder}" for folder in ("bench", "book", "mo
 pytest.register_assert_rewrite("harness", "fakes", "repository")
 
 from harness import (BUILD, OVER_VERBS, ROOT, Process, Server,  # noqa: E402
-                     owned_shm_files, provider_in)
+                     owned_shm_files, provider_in, remove_stale_shm_files)
 from links import Network  # noqa: E402
 from table import TABLE  # noqa: E402
 
@@ -173,6 +173,8 @@ def run(request):
     failure, unless the test has the marker may_warn."""
     processes = []
     folders = []
+    if os.path.isdir("/dev/shm"):
+        remove_stale_shm_files()
 
     def start(command, *args, **kwargs):
         process = Process(command, *args, **kwargs)

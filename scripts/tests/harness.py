@@ -141,6 +141,21 @@ def owned_shm_files(pids, since=0.0):
             and os.lstat(f"/dev/shm/{name}").st_ctime >= since]
 
 
+def remove_stale_shm_files():
+    """Removes the files of processes that are gone, made more than a minute ago: somebody
+    has killed them. A new process with the number of one of them could not start over
+    shm."""
+    for name in os.listdir("/dev/shm"):
+        number = re.match(r"(\d+):\d+:\d+$", name)
+        path = f"/dev/shm/{name}"
+        try:
+            if (number and not os.path.exists(f"/proc/{number[1]}")
+                    and time.time() - os.lstat(path).st_ctime > 60):
+                os.unlink(path)
+        except OSError:
+            pass  # another test has removed it, or it is of another user
+
+
 # What the files that 9_file sends are made of. The size is not that of a chunk, so
 # no two chunks are the same.
 BLOCK = random.Random(9).randbytes((1 << 20) + 4099)

@@ -47,7 +47,7 @@ def in_order(paths):
 
 def steps(root=ROOT):
     """The programs that have moves."""
-    return [path.name for path in in_order(pathlib.Path(root).glob("scripts/moves/*_*"))
+    return [path.name for path in in_order(pathlib.Path(root).glob("scripts/moves/[0-9]*_*"))
             if path.is_dir()]
 
 

@@ -667,7 +667,8 @@ def test_gone_in_a_hurry(run, serve, provider):
         addresses = [struct.pack(">HH8s", 2 << 8, port, b"\x7f\0\0\1") + bytes(4)
                      for port in (mute.getsockname()[1], 9)]
         if len(client.address) != 16 or b"shm" in client.address:
-            addresses = [b"fi_shm://nobody\0", b"fi_shm://1:0:0\0"]
+            # libfabric 1.17's shm now and then crashes in a SEND to an invented one.
+            addresses = []
         number = server_number(client) - 1
         for address in addresses:
             number += 1

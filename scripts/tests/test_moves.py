@@ -138,6 +138,12 @@ def test_moves(step):
     assert not messages, "\n".join(messages)
 
 
+def test_bytecode_is_no_step(tmp_path):
+    """Python puts a folder beside moves.py when another script imports it."""
+    (tmp_path / "scripts" / "moves" / "__pycache__").mkdir(parents=True)
+    assert moves.steps(tmp_path) == []
+
+
 def test_promises():
     """There is a promise for each move, and none for one that is not there."""
     for step in STEPS:

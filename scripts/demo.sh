@@ -22,7 +22,8 @@ cleanup() {
   done
   # label() waits for a program to open the pipe. If the program was never
   # started, this ends the wait, which may begin late on a busy machine.
-  while [ -n "$(jobs -r)" ]; do
+  for _ in {1..20}; do
+    [ -n "$(jobs -r)" ] || break
     : <>"$dir/server" || true
     : <>"$dir/client" || true
     sleep 0.05

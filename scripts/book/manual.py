@@ -94,6 +94,7 @@ class Manual:
         place = "" if section else self._place(page, name)
         return f"man/{file_name(page)}" + (place and f"#{place}")
 
+    @functools.lru_cache(maxsize=None)
     def _place(self, page, name):
         """Where a page describes a name: below a heading, or in a list of terms."""
         found = [id for id in self._places(page) if re.search(

@@ -62,6 +62,8 @@ class Naming:
 
     def __init__(self, page, source, shown):
         self.definitions = list(definitions(source))
+        self.owners = [[d for d in self.definitions if d.first <= number <= d.last]
+                       for number in range(len(source))]
         words = re.compile(r"~?\w+")
         self.named = set(words.findall(" ".join(
             match[0] for match in chapters.CODE_SPAN.finditer(page.prose))))
@@ -70,7 +72,7 @@ class Naming:
 
     def around(self, number):
         """The definitions that a line belongs to, the innermost last."""
-        return [d for d in self.definitions if d.first <= number <= d.last]
+        return self.owners[number]
 
     def word(self, number):
         """The name that the text or an excerpt has, or None."""

@@ -25,8 +25,22 @@ CLASSES = [(Comment.PreprocFile, "s"), (Comment.Preproc, "p"), (Comment, "c"),
 
 def highlight(text, lexer=None):
     """The lines of a source as HTML."""
+    if lexer:
+        return coloured(text, lexer)
+    # Most of a program is in those before it, too. A blank line before one that isn't
+    # indented is between two definitions.
+    parts = [highlight_part(part) for part in re.split(r"\n\n(?=\S)", text)]
+    return [line for at, part in enumerate(parts) for line in [""] * (at > 0) + part]
+
+
+@functools.lru_cache(maxsize=None)
+def highlight_part(text):
+    return coloured(text, CppLexer(stripnl=False))
+
+
+def coloured(text, lexer):
     done = [""]
-    for kind, value in (lexer or CppLexer(stripnl=False)).get_tokens(text):
+    for kind, value in lexer.get_tokens(text):
         name = next((name for token, name in CLASSES if kind in token), None)
         for at, part in enumerate(value.split("\n")):
             if at:

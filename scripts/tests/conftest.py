@@ -25,13 +25,8 @@ pytest.register_assert_rewrite("harness", "fakes", "repository")
 from harness import (BUILD, OVER_VERBS, ROOT, Process, Server,  # noqa: E402
                      owned_shm_files, provider_in, remove_stale_shm_files)
 from links import Network  # noqa: E402
-from table import TABLE  # noqa: E402
-
-
-# Whether to run each test with everything that it takes (make test-all).
-ALL = os.environ.get("ALL") == "1"
-# Otherwise what many programs share, letter for letter, is tried with these.
-EXAMPLES = "4_hello", "5_reverse", "7_queue", "13_crowd"
+from repository import ALL  # noqa: E402
+from table import EXAMPLES, TABLE  # noqa: E402
 
 
 def pytest_configure(config):

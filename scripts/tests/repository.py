@@ -9,11 +9,13 @@ import subprocess
 import tempfile
 
 ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../..")
-# For make, of a program that a test builds. scripts/test.sh has compiled the headers
-# beforehand, which spares such a program a third of its time.
+# For a program that a test builds, when its options must be short. scripts/test.sh has
+# compiled the headers beforehand, which spares such a program a third of its time.
 HEADERS = f"{ROOT}/build/headers.h"
-QUICKLY = ["BUILD=build", "CXXFLAGS=-O0", "OUR_CXXFLAGS=-std=c++20 -Wall -Wextra -Werror" + (
-    f" -include {HEADERS}" if os.path.exists(f"{HEADERS}.gch") else "")]
+QUICK_CXXFLAGS = "-O0" + (f" -include {HEADERS}" if os.path.exists(f"{HEADERS}.gch") else "")
+QUICKLY = ["BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS}"]
+# Whether nothing is left out: see scripts/README.md.
+ALL = os.environ.get("ALL") == "1"
 
 
 def number(name):
@@ -78,20 +80,43 @@ def build_variant(folder, program, *changes):
     (folder / "src" / f"{program}.cpp").write_text(source)
     shutil.copy(f"{ROOT}/Makefile", folder)
     # A mutant may leave something unused.
-    make("-C", str(folder), *QUICKLY, "CXXFLAGS=-O0 -Wno-error", "CUDA_HOME=",
-         f"build/{program}")
+    make("-C", str(folder), "BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS} -Wno-error",
+         "CUDA_HOME=", f"build/{program}")
     return str(folder / "build")
 
 
 def build_moves(names):
-    """Builds the programs after these moves, 5.3. Returns their folder. They are built
-    without the headers of QUICKLY: one that includes too little would not be noticed."""
+    """Builds the programs after these moves, 5.3. Returns their folder. Where nothing is
+    left out, they are built without the headers of QUICK_CXXFLAGS: one that includes too
+    little would not be noticed otherwise."""
     folder = "build/quick"
+    flags = "-O0" if ALL else QUICK_CXXFLAGS
     with open(f"{ROOT}/Makefile") as lock:
         # Several workers may want the same ones.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        make("CXXFLAGS=-O0", f"BUILD={folder}", "CUDA_HOME=", *names)
+        names = [name for name in names if not copy_last_move(name, folder)]
+        if names:
+            make(f"CXXFLAGS={flags}", f"BUILD={folder}", "CUDA_HOME=", *names)
     return folder
+
+
+def copy_last_move(name, folder):
+    """After the last move of a step, the program is the finished one, as test_moves.py
+    sees. Returns whether it is there."""
+    steps = f"{ROOT}/scripts/moves"
+    step = next((step for step in os.listdir(steps) if number(step) == int(name.split(".")[0])),
+                None)
+    program = f"{ROOT}/{os.environ.get('BUILD')}/{step}"
+    if not step or not os.path.exists(program) or name != (
+            f"{number(step)}.{len(numbered(f'{steps}/{step}', '.patch'))}"):
+        return False
+    copy = f"{ROOT}/{folder}/{name}"
+    os.makedirs(os.path.dirname(copy), exist_ok=True)
+    if not os.path.exists(copy) or os.path.getmtime(copy) != os.path.getmtime(program):
+        # One that runs can't be written to, but another one can take its place.
+        shutil.copy2(program, f"{copy}.new")
+        os.replace(f"{copy}.new", copy)
+    return True
 
 
 def make(*arguments, **env):

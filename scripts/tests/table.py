@@ -9,6 +9,10 @@ from messages import (ACCEPT, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DON
                       crowd_request, end, fill, fill_repeatedly, numbers, put, report,
                       request)
 
+# Where something is left out, what many programs share, letter for letter, is tried with
+# these.
+EXAMPLES = "4_hello", "5_reverse", "7_queue", "13_crowd"
+
 
 class Entry(typing.NamedTuple):
     """Arguments are those of a client, after the address."""

@@ -22,7 +22,7 @@ from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, Server, is_here
 from marks import not_over_verbs
 from messages import (ACCEPT, BYE, CONNECT, CROWD_REFUSED, DELETE, DONE, FULL, GET,
                       NOT_FOUND, STORE, crowd_base, crowd_connect, crowd_request)
-from repository import QUICKLY, ROOT, make
+from repository import QUICK_CXXFLAGS, ROOT, make
 from table import BAD_CROWDS
 
 # How many clients of a crowd test_killed_crowd kills, and how many come one after the
@@ -133,8 +133,8 @@ def variants(tmp_path_factory):
     (folder / "src" / f"{PROGRAM}.cpp").write_text(source)
     with open(f"{ROOT}/Makefile") as file:
         (folder / "Makefile").write_text(file.read())
-    make("-C", str(folder), *QUICKLY, "CXXFLAGS=-O0 -Wno-error", "CUDA_HOME=",
-         f"build/{PROGRAM}")
+    make("-C", str(folder), "BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS} -Wno-error",
+         "CUDA_HOME=", f"build/{PROGRAM}")
     return str(folder / "build")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import moves
 from harness import PROVIDERS, First, owned_shm_files, write_source
-from repository import ROOT, build_moves, make
+from repository import QUICK_CXXFLAGS, ROOT, build_moves, make
 from small_repository import Repository
 
 
@@ -385,7 +385,7 @@ def test_make(repo):
     def make_it(*arguments):
         done = subprocess.run(
             ["make", "BUILD=build", "CUDA_HOME=", *arguments], cwd=repo.folder, text=True,
-            check=False, capture_output=True, env={**os.environ, "CXXFLAGS": "-O0"})
+            check=False, capture_output=True, env={**os.environ, "CXXFLAGS": QUICK_CXXFLAGS})
         return done.stdout if done.returncode == 0 else done.stderr
 
     assert "-o build/5.1 " in make_it("5.1") and "-o" not in make_it("5.1")

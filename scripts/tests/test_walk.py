@@ -13,7 +13,7 @@ import pytest
 
 import moves
 from harness import BUILD, PROVIDERS, First, Server, write_source
-from repository import ROOT, build_moves, make
+from repository import QUICK_CXXFLAGS, ROOT, build_moves, make
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
@@ -193,7 +193,7 @@ def test_reason(walk):
         server = walk(5, word)
         client = subprocess.run(
             ["scripts/empty", f"5.{words.index(word) + 1}", server.address], cwd=ROOT,
-            env={**os.environ, "CXXFLAGS": "-O0"}, capture_output=True, text=True, check=False)
+            env={**os.environ, "CXXFLAGS": QUICK_CXXFLAGS}, capture_output=True, text=True, check=False)
         assert client.returncode == 1
         server.process.wait_for("error: bad message: its text is empty")
         assert ("the server has refused: bad message: its text is empty" if

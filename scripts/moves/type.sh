@@ -1,10 +1,10 @@
 #!/bin/bash
 # For those who type a move along with its chapter. `type` makes a program of their own,
 # src/my_5.cpp, as the program is before the move. `typed` compares it with the program
-# after the move, apart from indentation, blank lines and lines of comments.
+# after the move, apart from comments, blanks and the places where lines break.
 #
 # Usage: scripts/moves/type.sh type-5.3|typed-5.3    (make type-5.3, make typed-5.3)
-#   FORCE=1  writes over a program that is there already
+#   FORCE=1  writes over a program that is there already, and keeps it as src/my_5.cpp~
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 
@@ -23,12 +23,14 @@ for state in "$move" "$before"; do
   python3 scripts/moves/moves.py state "$state" "$dir/$state.cpp"
 done
 
-# Comments don't count, nor do blanks.
+# Comments don't count.
 code() {  # FILE
-  sed -E 's|//.*||' "$1" | grep -vE '^\s*$'
+  sed -E 's#(^|[ \t]+)//.*##' "$1" | grep -vE '^\s*$'
 }
+# Nor do blanks, and where a line breaks.
 same_as() {  # STATE
-  diff -qw <(code "$mine") <(code "$dir/$1.cpp") >/dev/null
+  diff -q <(code "$mine" | tr -d '[:space:]') <(code "$dir/$1.cpp" | tr -d '[:space:]') \
+    >/dev/null
 }
 
 if [ "$what" = typed ]; then
@@ -40,11 +42,13 @@ if [ "$what" = typed ]; then
     echo "$mine is what it should be after move $move."
     exit
   fi
-  echo "$mine is not yet what it should be after move $move; it lacks +, has too much -" \
-    "(comments don't count):"
+  echo "$mine differs from the program after move $move; it lacks +, has too much -." \
+    "Other names, another order and other line breaks do no harm:"
+  code "$mine" >"$dir/mine.cpp"
+  code "$dir/$move.cpp" >"$dir/ours.cpp"
   # It exits with 1 for files that differ. Its first lines are about the files.
-  { git diff --no-index --patience -w --ignore-blank-lines -I '^[[:space:]]*//' \
-    --color-moved --color="$([ -t 1 ] && echo always || echo never)" "$mine" "$dir/$move.cpp" ||
+  { git diff --no-index --patience -w --color-moved \
+    --color="$([ -t 1 ] && echo always || echo never)" "$dir/mine.cpp" "$dir/ours.cpp" ||
     [ $? -eq 1 ]; } | tail -n +5
   exit
 fi
@@ -56,7 +60,8 @@ if [ ! -f "$mine" ] || [ -n "${FORCE:-}" ]; then
 elif same_as "$before"; then
   echo "$mine is the program before move $move already."
 else
-  echo "error: $mine is there already; make type-$move FORCE=1 writes over it" >&2
+  echo "error: $mine is there already; make type-$move FORCE=1 writes over it, and keeps" \
+    "it as $mine~" >&2
   exit 2
 fi
 echo "Type what the chapter shows (make diff-$move), then:"

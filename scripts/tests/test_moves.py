@@ -407,10 +407,16 @@ def test_type(repo):
     assert "make type-5.2 makes it" in repo.run("moves/type.sh", "typed-5.2")[2]
     mine.write_text(LAST.replace("  ", "    ").replace("\n\n", "\n// Here:\n"))
     typed = mine.read_text()
-    assert repo.run("moves/type.sh", "typed-5.2") == (
-        0, "src/my_5.cpp is what it should be after move 5.2.\n", "")
+    same = (0, "src/my_5.cpp is what it should be after move 5.2.\n", "")
+    assert repo.run("moves/type.sh", "typed-5.2") == same
+    mine.write_text(typed.replace("(", "(\n  ") + "// ---- The end ----\n")
+    assert repo.run("moves/type.sh", "typed-5.2") == same
+    mine.write_text(typed.replace("result", "sum") + "// ---- The end ----\n")
+    said = repo.run("moves/type.sh", "typed-5.2")[1]
+    assert "result" in said and "sum" in said and "The end" not in said
+    mine.write_text(typed)
     status, _, error = repo.run("moves/type.sh", "type-5.2")
-    assert status == 2 and "make type-5.2 FORCE=1 writes over it" in error
+    assert status == 2 and "FORCE=1 writes over it, and keeps it as src/my_5.cpp~" in error
     assert mine.read_text() == typed
     # Somebody has typed the first move, and goes on with the second.
     mine.write_text(FIRST.replace("// Only in this move.\n", ""))

@@ -54,7 +54,8 @@ def unseen(run):
     if lost:
         yield f"{lost} records had no room: WATCH_MB=N makes more of it"
     if any(not p.checked for p in run.ps):
-        yield "no buffer was looked at (WATCH_CHECK=0)"
+        yield ("whether a buffer was changed in flight, or what had been in a slot before: no "
+               "buffer was looked at (WATCH_CHECK=0)")
     if any(r.device for p in run.ps for r in p.regions):
         yield "memory of a GPU is not looked at"
     if not all(p.trapped for p in run.ps):
@@ -67,6 +68,10 @@ def unseen(run):
             share = "shares" if len(shared) == 1 else "share"
             yield (f"touches of {plural(len(shared), 'buffer')} that {share} a page with something "
                    "else: aligned_alloc(4096, …) and whole pages make them visible")
+        yield ("of each page, more than the first touch between two posts or completions. A "
+               "program that reads several completions, each with a call of its own, and touches "
+               "memory after that, knows of all of them: whether one alone was enough for what it "
+               "did, this doesn't show")
     yield "what goes wrong only when completions come in another order than in this run"
 
 

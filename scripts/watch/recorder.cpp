@@ -6,8 +6,10 @@
 //   WATCH_MB=N     a file has at most N MB (256); what comes later is only counted
 //   WATCH_CHECK=0  buffers are not looked at: who changes one in flight is not seen
 //   WATCH_TRAP=1   memory in flight, or lent, cannot be touched (mprotect), so that each
-//                  touch is seen and names its line. Slow. Not over shm and sockets, where
-//                  others than this process' own calls touch memory
+//                  touch is seen and names its line. Slow. Of a page only the first touch
+//                  between two posts or completions is seen, so completions then come one by
+//                  one. Not over shm and sockets, where others than this process' own calls
+//                  touch memory
 //
 // The program is not changed, and neither is what it gets to see. The file is mapped, so
 // a process that is killed leaves all that it has recorded.
@@ -485,6 +487,13 @@ void ProtectRegion(Region& region, bool on) {
   }
 }
 
+// Has the next touch of each page be seen again: others may know more now, or we do.
+void WatchAgain() {
+  Lock lock;
+  for (auto& [id, item] : g_regions)
+    std::fill(item.second.open.begin(), item.second.open.end(), 0);
+}
+
 void ProtectAll(bool on) {
   Lock lock;
   if (on && g_files > 0) return;
@@ -683,6 +692,7 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
     Lock lock;
     Fly(std::move(flying), context);
   }
+  if (g_trap && op.what != kRecv) WatchAgain();
   ssize_t ret = call(*endpoint);
   if (ret != 0 && !silent) {
     Lock lock;
@@ -835,26 +845,30 @@ ssize_t Entries(struct fid_cq* cq, const void* buffer, ssize_t count) {
            std::min(queue.entry, sizeof(entry)));
     Completed(queue, entry.op_context, entry.flags, entry.len, entry.data);
   }
-  if (count > 0 && g_trap) {
-    Lock lock;
-    for (auto& [id, item] : g_regions)
-      std::fill(item.second.open.begin(), item.second.open.end(), 0);
-  }
+  if (count > 0 && g_trap) WatchAgain();
   return count;
+}
+
+// How many completions a call gets. With traps one, as a program may get from any
+// provider. If it got several, and then touched memory, it would know of all of them, and
+// whether it had waited for the right one could not be told.
+size_t Some(size_t count) {
+  return g_trap && g_inside == 1 ? std::min<size_t>(count, 1) : count;
 }
 
 ssize_t CqRead(struct fid_cq* cq, void* buffer, size_t count) {
   CheckStack();
   Inside inside;
   return Entries(cq, buffer,
-                 g_queues.at(&cq->fid).real->read(cq, buffer, count));
+                 g_queues.at(&cq->fid).real->read(cq, buffer, Some(count)));
 }
 ssize_t CqReadFrom(struct fid_cq* cq, void* buffer, size_t count,
                    fi_addr_t* from) {
   CheckStack();
   Inside inside;
-  return Entries(cq, buffer,
-                 g_queues.at(&cq->fid).real->readfrom(cq, buffer, count, from));
+  return Entries(
+      cq, buffer,
+      g_queues.at(&cq->fid).real->readfrom(cq, buffer, Some(count), from));
 }
 ssize_t CqSread(struct fid_cq* cq, void* buffer, size_t count,
                 const void* until, int ms) {
@@ -862,15 +876,15 @@ ssize_t CqSread(struct fid_cq* cq, void* buffer, size_t count,
   Inside inside;
   return Entries(
       cq, buffer,
-      g_queues.at(&cq->fid).real->sread(cq, buffer, count, until, ms));
+      g_queues.at(&cq->fid).real->sread(cq, buffer, Some(count), until, ms));
 }
 ssize_t CqSreadFrom(struct fid_cq* cq, void* buffer, size_t count,
                     fi_addr_t* from, const void* until, int ms) {
   CheckStack();
   Inside inside;
   return Entries(cq, buffer,
-                 g_queues.at(&cq->fid).real->sreadfrom(cq, buffer, count, from,
-                                                       until, ms));
+                 g_queues.at(&cq->fid).real->sreadfrom(cq, buffer, Some(count),
+                                                       from, until, ms));
 }
 ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
                   uint64_t flags) {

@@ -11,8 +11,8 @@
 //                  one. Not over shm and sockets, where others than this process' own calls
 //                  touch memory
 //
-// The program is not changed, and neither is what it gets to see. The file is mapped, so
-// a process that is killed leaves all that it has recorded.
+// The program is not changed, and neither is what it gets to see, traps aside. The file is
+// mapped, so a process that is killed leaves all that it has recorded.
 //
 // As in scripts/tests/reorder.cpp, each object of libfabric gets its own copies of its
 // tables of functions. Behind strict.so or reorder.so, if LD_PRELOAD names these after
@@ -683,7 +683,8 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
   }
   // Not again for each post that finds no room; and without a lock, since it takes long.
   bool looks = readable && op.what != kRead && op.what != kAtomic;
-  bool looked = endpoint->refused == 0;
+  // What is behind a message is libfabric's until it has taken the buffer.
+  bool looked = endpoint->refused == 0 && op.what != kRecv;
   if (looks && looked) Remember(op, check);
   // Before the call: another thread may read its completion at once.
   if (!silent) {
@@ -709,11 +710,11 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
     return ret;
   }
   if (endpoint->refused > 0) {
-    if (looks && !looked) Remember(op, check);
     Log(time, kNoRoom, op.what, endpoint->id, 0,
         {op.size(), endpoint->refused});
   }
   endpoint->refused = 0;
+  if (looks && !looked) Remember(op, check);
   Log(time, kPost, bits, endpoint->id, op.id,
       {uint64_t(op.data()), op.size(), peer, remote.addr, remote.key,
        remote.data, op.sum, remote.atomic},

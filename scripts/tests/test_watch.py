@@ -79,6 +79,48 @@ def test_pair(tmp_path, name, rule, trap):
     assert RULES[rule] in rules(run.wrongs) + rules(run.notes), draw.summary(run)
 
 
+def test_place(tmp_path):
+    """A long buffer isn't copied, so that a page is named in which it was changed."""
+    run = race(tmp_path, "write-store-far", "wrong", False)
+    assert "(byte 126976 or one of the next 4095)" in run.wrongs[0].text
+
+
+@pytest.mark.parametrize("check", ["1", "0"])
+def test_cost(tmp_path, check):
+    """A long buffer is looked at twice, at its post and at its completion, or not at all.
+    The same pages are written several times, which is no violation either way."""
+    status, output, run = watch(tmp_path, f"{BUILD}/7_queue", "65536", "64", "4",
+                                WATCH_CHECK=check)
+    assert status == 0, output
+    assert not run.wrongs and not run.notes, output
+    assert ("no buffer was looked at" in output) == (check == "0")
+    for p in run.ps:
+        ops = list(p.ops.values())
+        written = sum(op.size for op in ops if op.what == model.WRITE)
+        sends = sum(op.size for op in ops if op.what == model.SEND)
+        recvs = [op for op in ops if op.what == model.RECV]
+        # A message is summed up, so that the RECV that takes it is found.
+        least = sends + sum(op.length or 0 for op in recvs)
+        refused = sum(room.size for room in p.rooms if room.count == 0)
+        if check == "0":
+            assert least <= p.looked <= least + refused
+        else:
+            assert written == (64 * 4 * 65536 if p.role == "server" else 0)
+            most = 3 * (sends + sum(op.size for op in recvs) + refused)
+            assert 2 * written <= p.looked <= 2 * written + most
+
+
+def test_paper(tmp_path):
+    """The page is light on paper, and its picture as wide as that."""
+    watch(tmp_path, f"{BUILD}/2_first")
+    page = (tmp_path / "page.html").read_text()
+    assert set(re.findall(r"@media ([^{]*\bdark\))", page)) == {
+        "screen and (prefers-color-scheme: dark)"}
+    assert re.search(r"@page \{ size: (landscape|portrait);", page)
+    paper = page[page.index("@media print"):]
+    assert re.search(r"\.wide svg \{[^}]*width: 100%; min-width: 0; max-height: 97vh", paper)
+
+
 @pytest.mark.parametrize("program,provider", [
     *((program, "tcp") for program in PROGRAMS),
     *(("9_file", provider) for provider in PROVIDERS if provider in ("shm", "net"))])

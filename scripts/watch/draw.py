@@ -54,7 +54,8 @@ def unseen(run):
     if lost:
         yield f"{lost} records had no room: WATCH_MB=N makes more of it"
     if any(not p.checked for p in run.ps):
-        yield "no buffer was looked at (WATCH_CHECK=0)"
+        yield ("whether a buffer was changed in flight, or what had been in a slot before: no "
+               "buffer was looked at (WATCH_CHECK=0)")
     if any(r.device for p in run.ps for r in p.regions):
         yield "memory of a GPU is not looked at"
     if not all(p.trapped for p in run.ps):
@@ -67,6 +68,10 @@ def unseen(run):
             share = "shares" if len(shared) == 1 else "share"
             yield (f"touches of {plural(len(shared), 'buffer')} that {share} a page with something "
                    "else: aligned_alloc(4096, …) and whole pages make them visible")
+        yield ("of each page, more than the first touch between two posts or completions. A "
+               "program that reads several completions, each with a call of its own, and touches "
+               "memory after that, knows of all of them: whether one alone was enough for what it "
+               "did, this doesn't show")
     yield "what goes wrong only when completions come in another order than in this run"
 
 
@@ -542,8 +547,14 @@ def box(x, y, width, height, owner, hint=""):
             f'height="{height:.1f}">{hint}</rect>')
 
 
-def fits(content, width, px=7.0):
-    return len(content) * px + 8 <= width
+def wide(content):
+    """About how wide a small text is."""
+    return sum(4.7 if c in " !'\",.:;/|()[]Iijltfr-" else 9.9 if c.isupper() or c in "mw+…→" else
+               7.8 for c in content)
+
+
+def fits(content, width):
+    return wide(content) + 8 <= width
 
 
 def draw_lane(run, lane, axis):
@@ -734,7 +745,7 @@ def legend(run, lanes):
         if owner in used:
             yield box(x, 38, 18, 18, owner)
             yield text(x + 25, 52, content, "small")
-            x += 46 + 6.9 * len(content)
+            x += 52 + wide(content)
 
 
 def axis_lines(axis, y):
@@ -746,9 +757,9 @@ def axis_lines(axis, y):
         yield ('<path class="call" style="marker-end: none; stroke-width: 1.5" '
                f'd="M{middle - 6:.1f},{y + 6}l5,-12m4,0l-5,12"/>')
         content = span(length)
-        if middle - 3.7 * len(content) > free:
+        if middle - wide(content) / 2 > free:
             yield text(middle, y + 22, content, "small middle")
-            free = middle + 3.7 * len(content) + 6
+            free = middle + wide(content) / 2 + 6
     unit = next((u for u in (10 ** k * m for k in range(1, 11) for m in (1, 2, 5))
                  if u * axis.scale >= 40), 10 ** 9)
     if unit * axis.scale < LABEL - 20:
@@ -821,9 +832,8 @@ def draw(run, title):
         y += 6
     lines += legend(run, lanes)
     lines.append(text(12, 22, title, "bold"))
-    for x0, x1, _ in axis.cuts:
-        lines.append(f'<rect fill="{style.PALETTE["host"]}" x="{x0:.1f}" y="72" '
-                     f'width="{x1 - x0:.1f}" height="{y - 72}"/>')
+    lines[:0] = [f'<rect fill="{style.PALETTE["host"]}" x="{x0:.1f}" y="72" '
+                 f'width="{x1 - x0:.1f}" height="{y - 72}"/>' for x0, x1, _ in axis.cuts]
     for lane in lanes:
         lines += draw_lane(run, lane, axis)
     taken, labels = {gap: [[] for _ in range(5)] for gap in gaps}, []
@@ -831,7 +841,7 @@ def draw(run, title):
         lines.append(line)
         content = words(run, op) if op.what == SEND else \
             f"number {op.imm}" if op.imm is not None else ""
-        half = len(content) * 3.7 + 4
+        half = wide(content) / 2 + 4
         x = min(max(x, LABEL + half), WIDTH - half)
         for gap, row in ((gap, row) for gap in gaps[:1] for row in range(5)) if content else ():
             if all(abs(x - at) > half + other for at, other in taken[gap][row]):
@@ -870,7 +880,7 @@ def svg(lines, height, title):
     markers = "".join(owner.marker(kind) for kind in ("call", "data", "wrong")).replace(
         'markerWidth="10" markerHeight="10"', 'markerWidth="8" markerHeight="8"')
     body = "\n".join(f"  {line}" for line in lines)
-    return style.styled(f"""\
+    picture = style.styled(f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" \
 height="{height:.0f}" role="img">
   <title>{html.escape(title)}</title>
@@ -887,6 +897,8 @@ height="{height:.0f}" role="img">
 {body}
 </svg>
 """)
+    # A page that is printed is light.
+    return picture.replace("@media (prefers", "@media screen and (prefers")
 
 
 def page(picture, lines, found, title):
@@ -897,6 +909,9 @@ def page(picture, lines, found, title):
 
     def list_(all_lines):
         return "\n".join(map(line, all_lines))
+    # On paper, the picture is as wide as the page is, and never longer.
+    across, high = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture).groups()
+    way = "landscape" if int(high) < 0.9 * int(across) else "portrait"
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -906,11 +921,16 @@ body {{ margin: 1em; font: 15px/1.4 Helvetica, Arial, "Liberation Sans", sans-se
 .wide {{ overflow-x: auto }}
 .wide svg {{ max-width: 100%; min-width: 1000px; height: auto }}
 .wrong {{ color: #cf222e; font-weight: bold }} .look {{ color: #8a5a00 }}
-@media (prefers-color-scheme: dark) {{
+@media screen and (prefers-color-scheme: dark) {{
   body {{ background: #0d1117; color: #e6edf3 }}
   .wrong {{ color: #ff7b72 }} .look {{ color: #d29922 }} }}
 pre {{ overflow-x: auto; font-size: 13px }} .found {{ white-space: pre-wrap }}
-@media print {{ pre {{ white-space: pre-wrap }} }}
+@page {{ size: {way}; margin: 12mm }}
+@media print {{
+  :root {{ color-scheme: light }} body {{ margin: 0 }}
+  .wide {{ overflow: visible; break-inside: avoid }}
+  .wide svg {{ display: block; width: 100%; min-width: 0; max-height: 97vh }}
+  pre {{ white-space: pre-wrap; overflow: visible; font-size: 9pt }} }}
 </style>
 <div class="wide">
 {picture}</div>

@@ -104,7 +104,7 @@ def records(path):
 def read_process(path):
     early = {}  # completions that another thread had read before their post was noted
     p = Thing(path=path, regions=[], ops={}, eps={}, peers={}, notices=[], touches=[], found=[],
-              rooms=[], lost=0, end=0, pid=0, arguments=[], start=None, ended=False,
+              rooms=[], lost=0, looked=0, end=0, pid=0, arguments=[], start=None, ended=False,
               checked=False, trapped=False)
     for time, kind, what, thing, number, v, text in records(path):
         p.start = p.start or time
@@ -150,7 +150,7 @@ def read_process(path):
                                    where=text.decode(errors="replace"), op=p.ops.get(number),
                                    trap=True, region=None))
         elif kind == END:
-            p.lost, p.ended = v[0], True
+            p.lost, p.looked, p.ended = v[0], v[1], True
     return p
 
 
@@ -521,7 +521,8 @@ class Finder:
         for w in p.found:
             op, v = p.ops.get(w.id), w.v
             if w.kind == CHANGED and op:
-                how = f": {show(v[1])} became {show(v[2])}" if v[3] else ", or behind it"
+                how = f": {show(v[1])} became {show(v[2])}" if v[3] else \
+                    f" or one of the next {v[4] - 1}" if v[4] > 1 else ", or behind it"
                 where = "behind its message, " if op.what == RECV else ""
                 self.wrong(p, w.t, "flight", f"the buffer of {label(self.run, op)} was changed "
                            f"between post and completion ({where}byte {v[0]}{how})", op,
@@ -634,9 +635,10 @@ class Finder:
                     if op.t1 and old.p is not op.p and run.clocks.before(op.p, op.t1, old.p,
                                                                            old.t0):
                         continue
-                    same = (at, length) == (op.offset, op.size) and old.sum == op.sum
-                    if old.what == op.what == WRITE and same and old.sum:
-                        continue  # the same bytes
+                    same = old.sum == op.sum if old.sum else old.p is op.p and old.addr == op.addr
+                    if old.what == op.what == WRITE and same and \
+                            (at, length) == (op.offset, op.size):
+                        continue  # the same bytes, or the same buffer
                     self.conflict(region, old, op)
             self.keep(places, op)
 
@@ -660,6 +662,8 @@ class Finder:
 
     def conflict(self, region, old, op):
         kinds, sure = {old.what, op.what}, not old.inject
+        if kinds == {WRITE} and not (old.sum or op.sum):
+            sure = False  # the bytes may be the same: with WATCH_CHECK=0, nobody knows
         where = f"{size(op.size)} at {size(op.offset)} of region {region.id} of {region.p.name}"
         if kinds == {ATOMIC, WRITE}:
             self.wrong(op.p, op.t0, "words", f"{label(self.run, op)} and {label(self.run, old)}"

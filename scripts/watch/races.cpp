@@ -243,6 +243,20 @@ struct Side {
     }
   }
 
+  // Gives others time without taking any completion, then takes many with one call.
+  void TakeMany(const std::function<void(const std::string&)>& take) {
+    for (int i = 0; i < 100; ++i) {
+      fi_cq_read(cq, nullptr, 0);
+      usleep(1000);
+    }
+    struct fi_cq_data_entry entries[kRecvs];
+    ssize_t count = fi_cq_read(cq, entries, kRecvs);
+    for (ssize_t i = 0; i < count; ++i) {
+      if (entries[i].flags & FI_RECV)
+        take({static_cast<char*>(entries[i].op_context), entries[i].len});
+    }
+  }
+
   // Stays until all are through.
   void End() {
     g_known[me].done = true;
@@ -384,6 +398,18 @@ const Part kListens = [](Side& s, bool) {
   }
 };
 
+// Takes messages in batches, each of which names a place in memory that has been filled.
+Part TakesMany(int count, size_t step) {
+  return [=](Side& s, bool) {
+    for (int taken = 0; taken < count;) {
+      s.TakeMany([&](const std::string& text) {
+        Load(s.memory + step * (text[0] - '0'));
+        ++taken;
+      });
+    }
+  };
+}
+
 const std::vector<Case> kCases = {
     // ---- My own buffer, between post and completion ----
     {"send-store", "flight", false, kListens,
@@ -504,6 +530,27 @@ const std::vector<Case> kCases = {
        s.Say(0, "it is there");
        if (wrong) s.Wait(s.Tag(1));
      }},
+    // Of several messages that are taken together, each says that one place is filled.
+    {"message-first-of-many", "lent", true, TakesMany(2, kPage),
+     [](Side& s, bool wrong) {
+       s.PostWrite(0, 0, 64, 0, s.Tag(1));
+       if (!wrong) s.Wait(s.Tag(1));
+       s.Say(0, "0");
+       if (wrong) s.Wait(s.Tag(1));
+       s.PostWrite(0, 0, 64, kPage, s.Tag(2));
+       s.Wait(s.Tag(2));
+       s.Say(0,
+             "1");  // says by chance of the first WRITE, too, that it is there
+     }},
+    {"message-first-one-page", "lent", true, TakesMany(4, 64),
+     [](Side& s, bool wrong) {
+       for (int i = 0; i < 4; ++i) {
+         s.PostWrite(0, 0, 64, 64 * i, s.Tag(1));
+         if (!wrong || i == 0) s.Wait(s.Tag(1));
+         s.Say(0, std::to_string(i));
+         if (wrong && i > 0) s.Wait(s.Tag(1));
+       }
+     }},
     {"load-without-word", "lent", true,
      [](Side& s, bool wrong) {
        if (!wrong) s.HearNumber();
@@ -519,6 +566,19 @@ const std::vector<Case> kCases = {
        if (!wrong) Store(s.memory, 'x');
        s.Say(1, "it is yours");
        if (wrong) Store(s.memory, 'x');
+       s.HearNumber();
+     },
+     [](Side& s, bool) {
+       s.Hear();
+       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+       s.Wait(s.Tag(1));
+     }},
+    {"store-again-while-lent", "lent", true,
+     [](Side& s, bool wrong) {
+       Store(s.memory, 'x');
+       s.PostSend(1, s.own, 20, s.Tag(1));  // from here on it is theirs
+       if (wrong) Store(s.memory, 'y');
+       s.Wait(s.Tag(1));
        s.HearNumber();
      },
      [](Side& s, bool) {

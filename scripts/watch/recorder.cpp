@@ -564,9 +564,9 @@ void HandleTrap(int signal_number, siginfo_t* info, void* context) {
       where.size());
 }
 
+// Has HandleTrap called, also after a provider has put a handler of its own before it.
 void InstallTrap() {
-  static bool installed = false;
-  if (!g_trap || std::exchange(installed, true)) return;
+  if (!g_trap) return;
   void* frames[2];
   backtrace(frames, 2);  // loads what it needs, which it can't in the handler
   struct sigaction action = {};
@@ -1292,6 +1292,7 @@ int RegionClose(struct fid* fid) {
 int Registered(struct fid_mr** mr, const void* data, size_t size,
                uint64_t access, bool device, int ret) {
   if (ret != 0 || g_inside > 1) return ret;
+  InstallTrap();
   Lock lock;
   auto* at = static_cast<char*>(const_cast<void*>(data));
   struct fid* fid = &(*mr)->fid;
@@ -1501,6 +1502,12 @@ int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
   return 0;
 }
 
+// libfabric may work in here, too.
+int TryWait(struct fid_fabric* fabric, struct fid** fids, int count) {
+  Inside inside;
+  return g_fabrics.at(&fabric->fid)->trywait(fabric, fids, count);
+}
+
 VISIBLE int fi_fabric(struct fi_fabric_attr* attr, struct fid_fabric** fabric,
                       void* context) {
   if (g_inside > 0) {  // a provider is built upon another, as ofi_rxm upon tcp
@@ -1519,5 +1526,6 @@ VISIBLE int fi_fabric(struct fi_fabric_attr* attr, struct fid_fabric** fabric,
   if (ret != 0) return ret;
   g_fabrics[&(*fabric)->fid] = Replace((*fabric)->ops);
   (*fabric)->ops->domain = OpenDomain;
+  (*fabric)->ops->trywait = TryWait;
   return ret;
 }

@@ -92,6 +92,7 @@ PROMISES = {
         "": CROWD,
         "clear": LAGER,
         "number": LAGER._replace(clients=[["lager"]] * 3),
+        "share": LAGER._replace(clients=[["lager"]] * 3),
         "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$"),
         "client": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
 }

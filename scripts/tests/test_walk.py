@@ -1,4 +1,4 @@
-"""What goes wrong before a move of chapters 4 to 10, and is right after it: the chapters
+"""What goes wrong before a move of chapters 4 to 13, and is right after it: the chapters
 have the reader see both."""
 
 import filecmp
@@ -12,8 +12,8 @@ import time
 import pytest
 
 import moves
-from harness import BUILD, PROVIDERS, First, Server, write_source
-from repository import QUICK_CXXFLAGS, ROOT, build_moves, make
+from harness import BUILD, PROVIDERS, First, Server, is_here, write_source
+from repository import QUICK_CXXFLAGS, QUICKLY, ROOT, build_moves, make
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
@@ -519,3 +519,53 @@ def test_half_a_record(run, tmp_path):
                 break
         else:
             pytest.fail("no READ has found half of a WRITE")
+
+
+@after(13, "clear number")
+def test_last_client(walk):
+    """A server with one endpoint answers whoever has connected last. Both are served once
+    each message says whose it is. Seldom one has done before the other begins."""
+    for word in "clear", "number":
+        server = walk(13, word)
+        for _ in range(10):
+            clients = [server.start_client(text) for text in ("one", "two")]
+            failed = sum(client.wait() for client in clients)
+            assert word == "clear" or not failed, clients[0].output + clients[1].output
+            if failed:
+                break
+        else:
+            assert word == "number"
+
+
+@pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others have room for everything")
+@after(13, "number share")
+def test_deaf_client(run, walk, tmp_path):
+    """After a client that asks and never reads, nobody gets so much as an ACCEPT, until
+    each peer has a share of its own."""
+    make("break-13", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
+    for word in "number", "share":
+        server = walk(13, word, "tcp;ofi_rxm")
+        deaf = run([f"{tmp_path}/break/13_crowd", server.address, "deaf"], "tcp;ofi_rxm")
+        deaf.wait_for("^Asked 30,000 times, and read nothing.$")
+        client = server.start_client("lager")
+        if word == "number":
+            assert client.wait() == 1, client.output
+            assert f"waiting for ACCEPT: {GIVEN_UP}" in client.output
+        else:
+            assert client.wait() == 0, client.output
+            server.process.wait_for(r"^\[1\] forgotten: it asks and does not read$")
+        deaf.signal(signal.SIGTERM)
+        assert deaf.wait() == 0, deaf.output
+
+
+@after(13, "crowd forget")
+def test_dead_crowd(walk):
+    """The server remembers clients that have died, until it listens for silence."""
+    servers = [walk(13, word) for word in ("crowd", "forget")]
+    for server in servers:
+        crowd = server.start_client("5", "100000")
+        server.process.wait_for("^5 clients, ")
+        time.sleep(1)
+        crowd.popen.kill()
+    servers[1].process.wait_for("^0 clients, [1-9]", 60)
+    assert re.findall(r"^\d+ clients", servers[0].process.output, re.M)[-1] == "5 clients"

@@ -88,6 +88,9 @@ PROMISES = {
                        {"^the log has \\d+ entries\\.$": 1}),
         "ledger": Promise([["50"]], "^Data is correct\\.$",
                           {"^the log has 50 entries, the ledger 50 changes\\.$": 1})},
+    # With one adapter. What several do is in test_walk.py.
+    "11_rails": {"": Promise([["4096", "100", "3"]] * 2, "^Data is correct\\.$",
+                             {"bw=[0-9.]+Gbps": 2, "Done": 2})},
     "13_crowd": {
         "": CROWD,
         "clear": LAGER,

@@ -12,7 +12,7 @@ import time
 import pytest
 
 import moves
-from harness import BUILD, PROVIDERS, First, Server, is_here, write_source
+from harness import BUILD, PROVIDERS, First, Server, is_here, shares, write_source
 from repository import QUICK_CXXFLAGS, QUICKLY, ROOT, build_moves, make
 
 LONG = "x" * 65528
@@ -519,6 +519,130 @@ def test_half_a_record(run, tmp_path):
                 break
         else:
             pytest.fail("no READ has found half of a WRITE")
+
+
+# ---- Chapter 11: two hosts, with links of known speeds ----
+
+@pytest.fixture
+def walk_rails(run, network):
+    """Starts the server of a move of chapter 11 on one host. Its clients run on the other
+    one."""
+    words = [moves.word(path) for path in moves.patches("11_rails")]
+
+    def start(word):
+        network.wait()
+        name = f"11.{words.index(word) + 1}"
+        server = First(run, build_moves([name]), name, "tcp", netns=network.hosts[0])
+        server.env = {"netns": network.hosts[1]}
+        return server
+    return start
+
+
+@over_tcp
+@after(11, "deal pull one tail")
+def test_slow_rail(network, walk_rails):
+    """Dealt out, all pages wait for the slow link. Pulled, the number comes before the
+    pages there, until it waits for those on all rails; and they are few only if a rail
+    has few in flight."""
+    network.plug_all(2, mbits=400)
+    for host in 0, 1:
+        network.limit(host, "link2", 20)
+    for word in "deal", "pull", "one", "tail":
+        server = walk_rails(word)
+        for _ in range(3):
+            client = server.start_client("65536", "200", "1")
+            status = client.wait()
+            if word != "pull" or status == 1:
+                break
+        if word == "pull":
+            assert client.output.endswith("Received RDMA WRITE to local memory.\n"
+                                          "error: the data is not correct\n")
+            continue
+        assert status == 0 and "Data is correct." in client.output
+        server.process.wait_for("Done", count=2 if word == "deal" else 1)
+        took = [float(found) for found in re.findall(
+            r"^\[\d\] \[([0-9.]+)s\] WRITE: 100%", server.process.output, re.M)]
+        # 100 pages take 2.6 s on the slow link.
+        assert (max(took) > 2) == (word != "tail"), (word, took)
+        assert word == "deal" or (shares(server, 1)["link2"] > 40) == (word == "one")
+
+
+@over_tcp
+@after(11, "tail answer")
+def test_docker(network, walk_rails):
+    """Each host has a network of the same name for itself."""
+    for host in 0, 1:
+        network.ip(host, "link", "add", "docker0", "type", "bridge")
+        network.ip(host, "address", "add", "172.17.0.1/16", "dev", "docker0")
+        network.ip(host, "link", "set", "docker0", "up")
+    network.plug_all(2, mbits=None)
+    for word in "tail", "answer":
+        client = walk_rails(word).start_client("65536", "100", "1")
+        assert client.wait() == (word == "tail"), client.output
+        assert ("No rail: docker0 (" if word == "answer" else
+                f"error: waiting for ACCEPT: {GIVEN_UP}") in client.output
+
+
+@over_tcp
+@after(11, "answer dead")
+def test_cable(network, walk_rails):
+    """A link goes down, and what it has taken is missing, until it is posted again."""
+    network.plug_all(2)
+    for word in "answer", "dead":
+        server = walk_rails(word)
+        client = server.start_client("65536", "100", "5")
+        server.process.wait_for(r"^.* WRITE: [1-9]")
+        network.down(0, "link2")
+        assert client.wait() == (word == "answer"), client.output
+        if word == "answer":
+            assert f"error: waiting for the pages: {GIVEN_UP}" in client.output
+            assert re.search(r"WRITE: 9\d%, 49\d\d?/500", server.process.output)
+        else:
+            server.process.wait_for("rail link2 is given up, and its 8 WRITEs are posted again")
+        network.up(0, "link2")
+
+
+# As in the chapter.
+LATE = """
+  memset(memory->data.get(), 0, memory->size);
+  for (auto end = Clock::now() + 15s; Clock::now() < end;)
+    PollRails(rails, [](Rail&) {}, PrintLost);
+  size_t late = 0;
+  for (size_t i = 0; i < memory->size; ++i) late += memory->data[i] != 0;
+  printf("%zu late bytes\\n", late);
+"""
+
+
+@over_tcp
+@after(11, "dead late")
+def test_late_bytes(run, network, walk_rails, tmp_path):
+    """What a rail that was given up has left in the kernel's queue arrives after the
+    notification, nearly each time, and in no client that has closed its rails."""
+    network.plug_all(2)
+    words = [moves.word(path) for path in moves.patches("11_rails")]
+    found = {}
+    for word in "dead", "late":
+        source, count = re.subn(r"\n +CheckMemory\(\*memory,.*\n", lambda match: match[0] + LATE,
+                                moves.states("11_rails")[words.index(word) + 1])
+        assert count == 1
+        (tmp_path / f"{word}.cpp").write_text(source)
+        subprocess.run(["g++", "-std=c++20", "-O0", "-o", tmp_path / word,
+                        tmp_path / f"{word}.cpp", "-lfabric"], check=True)
+        for _ in range(3):
+            server = walk_rails("dead")
+            client = run([str(tmp_path / word), server.address, "65536", "100", "5"],
+                         "tcp", **server.env)
+            server.process.wait_for(r"^.* WRITE: [1-9]")
+            network.ip(0, "route", "add", "blackhole", "10.11.2.2")
+            server.process.wait_for("is given up")
+            client.wait_for("^Data is correct", 30)
+            time.sleep(1)
+            network.ip(0, "route", "delete", "blackhole", "10.11.2.2")
+            assert client.wait() == 0, client.output
+            found[word] = int(re.search(r"^(\d+) late bytes$", client.output, re.M)[1])
+            if found[word] > 0:
+                break
+    assert found["dead"] > 0 and found["late"] == 0, found
 
 
 @after(13, "clear number")

@@ -277,8 +277,8 @@ exercise-%:
 	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
-# Builds a program with one thing broken on purpose, and says what to do with it:
-# make break-10.
+# Builds a program with one thing broken or changed on purpose, and says what to do with
+# it: make break-10, make break-8.asleep, and after a move: make break-10.8.
 break-%:
 	@scripts/install-deps.sh build
 	@BUILD='$(BUILD)' scripts/breaks/run.sh $*
@@ -296,7 +296,7 @@ watch-%:
 watch-break-%:
 	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so $(BEHIND) >/dev/null
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
-	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(filter $*_%,$(PROGRAMS)) $(ARGS)
+	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(or $(filter $*_%,$(PROGRAMS)),$*) $(ARGS)
 watch:
 	@[ -n '$(DIR)' ] || { \
 	  echo 'error: name the folder with the records: make watch DIR=run' >&2; exit 2; }

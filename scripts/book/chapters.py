@@ -292,8 +292,8 @@ def agreement(part, lines, at):
 
 
 def is_gap(line):
-    """Whether the line stands for others: `// ...`, or `// (A)`, which comes later."""
-    return re.fullmatch(r"// (\.\.\.|\([A-Z]\))", line.strip()) is not None
+    """Whether the line stands for others: `// ...`."""
+    return line.strip() == "// ..."
 
 
 def excerpt(block):

@@ -1,25 +1,43 @@
 #!/bin/bash
-# Builds a program with one thing broken on purpose (make break-10), and says what to
-# do with it. What is broken, and that, stands at the top of the patch.
+# Builds a program with one thing broken or changed on purpose, and says what to do with
+# it. What that is stands at the top of the patch:
 #
-# Usage: scripts/breaks/run.sh NUMBER
+#   make break-8         8_malloc.patch, of src/8_malloc.cpp
+#   make break-8.asleep  8_malloc.asleep.patch, another one
+#   make break-10.8      10.8.patch, of the program after that move
+#
+# Usage: scripts/breaks/run.sh NAME
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
 
-patch=$(ls scripts/breaks/"$1"_*.patch 2>/dev/null) || {
+# Each patch, behind the name that the target has for it: "8.asleep 8_malloc.asleep".
+patches=$(ls scripts/breaks |
+  sed -nE 's/^([0-9]+)(_\w+)?(\.\w+)?\.patch$/\1\3 \1\2\3/p' | sort -V)
+patch=$(awk -v name="$1" '$1 == name { print $2 }' <<<"$patches")
+[ -n "$patch" ] || {
   echo "error: there is nothing to break in $1; there is in:" \
-    "$(ls scripts/breaks/*.patch | sed 's|.*/\([0-9]*\)_.*|\1|' | sort -n | xargs)" >&2
+    "$(cut -d' ' -f1 <<<"$patches" | xargs)" >&2
   exit 2
 }
-program=$(basename "$patch" .patch)
+# build/break/8_malloc, build/break/8.asleep, build/break/10.8
+program=$1
+[[ $program == *.* ]] || program=$patch
+source=${patch%%.*}
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 # A copy is broken, in a folder of its own.
 mkdir "$dir/src"
-cp "src/$program.cpp" "$dir/src/"
-(cd "$dir" && git apply "$OLDPWD/$patch")
+if [[ $patch == *_* ]]; then
+  cp "src/$source.cpp" "$dir/src/"
+else
+  source=$patch
+  python3 scripts/moves/moves.py state "$source" >"$dir/src/$source.cpp"
+fi
+(cd "$dir" && git apply "$OLDPWD/scripts/breaks/$patch.patch")
+[ "$source" = "$program" ] || mv "$dir/src/$source.cpp" "$dir/src/$program.cpp"
 cp Makefile "$dir/"
 build=$(realpath "${BUILD:-build}")/break
 make -s -C "$dir" BUILD="$build" "$build/$program"
-sed '/^--- a/,$d' "$patch"
+cp "$dir/src/$program.cpp" "$build/"  # for the recorder, and for you
+sed '/^--- a/,$d' "scripts/breaks/$patch.patch"

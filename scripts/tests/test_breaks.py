@@ -15,22 +15,24 @@ from chapters import Page, read
 from harness import BUILD, PROVIDERS, First, Server, is_here
 from marks import ends_in_a_rendezvous
 from repository import QUICKLY, ROOT, make, number
+from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
 
 
 @pytest.fixture
 def broken(run, tmp_path):
-    """Builds the broken program and starts its server: broken("6_write", "shm")."""
+    """Builds the broken program and starts its server: broken("6_write", "shm"), or
+    broken("10.8")."""
     built = set()
 
-    def start(program, provider="", **kwargs):
+    def start(program, provider="", flags=QUICKLY, **kwargs):
         if program not in built:
-            said = make(f"break-{number(program)}", *QUICKLY, f"BUILD={tmp_path}",
-                        "CUDA_HOME=")
+            name = program if "." in program else number(program)
+            said = make(f"break-{name}", *flags, f"BUILD={tmp_path}", "CUDA_HOME=")
             assert f" build/break/{program} ADDRESS" in said
             built.add(program)
-        kind = First if program == "2_first" else Server
+        kind = Server if program in TABLE else First
         return kind(run, f"{tmp_path}/break", program, provider, **kwargs)
     return start
 
@@ -160,6 +162,43 @@ def test_8_malloc_stopped(broken):
         server.process.signal(signal.SIGCONT)
         assert provider == "shm" or client.wait() == 0, client.output
         server.stop()
+
+
+@pytest.mark.thorough
+def test_8_asleep(run, broken):
+    """A client sleeps longer than the server waits. Its pieces are back by then, and its
+    WRITEs fail."""
+    right = Server(run, BUILD, "8_malloc")
+    client = run([broken("8.asleep").path, right.address])
+    right.process.wait_for(r"^\[1\] error: waiting for the client: nothing has", 30)
+    right.process.wait_for("^\\[1\\] the pool lends 0 bytes in 0 pieces, and has 268435456 "
+                           "free in 1$")
+    client.signal(signal.SIGCONT)
+    assert client.wait() == 1, client.output
+    assert re.search("^error: WRITE failed: ", client.output, re.M), client.output
+    right.stop()
+
+
+@pytest.mark.parametrize("move", ["10.8", "10.9"])
+@pytest.mark.thorough
+def test_10_torn(broken, move):
+    """READs of a megabyte get half of a WRITE now and then. A checksum notices it."""
+    # A checksum of a megabyte takes long if it isn't optimized.
+    server = broken(move, flags=["CXXFLAGS=-O2"])
+    for _ in range(20):
+        clients = [server.start_client("300") for _ in range(4)]
+        bad = sum(client.wait(300) for client in clients)
+        said = "".join(client.output for client in clients)
+        if move == "10.8":
+            torn = re.findall(r"^error: version (\d+) begins with (\d+) and ends with (\d+)$",
+                              said, re.M)
+            assert len(torn) == bad and all(len({*found}) > 1 for found in torn), said
+        else:
+            torn = re.findall("READs of half a WRITE: [1-9]", said)
+            assert bad == 0 and said.count("Data is correct.") == 4, said
+        if torn:
+            return
+    pytest.fail("nothing was torn")
 
 
 @pytest.mark.thorough

@@ -195,8 +195,8 @@ def typed_ping():
 def typed_feed():
     """What it becomes as a reader types a feed: after each of its steps."""
     source, found = blocks("## A feed", "## Is it right?")
-    (limits, kinds, types, member, handle, client, usage, slot, members, slots, busy,
-     work, items, receive, ours, credits) = found
+    (limits, kinds, types, member, handle, client, usage, slot, members, resize, busy,
+     work, items, receive, wait, check, ours, credit, has_credit, give) = found
     limits_at = "constexpr auto kTellGrace = 2s;       // for what it is told to arrive\n"
     source = add(source, limits, after=limits_at)
     source = add(source, kinds, after=LAST_TYPE)
@@ -208,17 +208,20 @@ def typed_feed():
     yield source
     source = add(source, slot + "\n", after="struct ServedClient {\n")
     source = source.replace(member, members)
+    source = add(source, resize, after="    feed = msg;\n")
     source = source.replace(BUSY, busy)
     source = source.replace("  void ContinueWork() {}\n", work)
     source = add(source, items + "\n", before=SERVED)
-    for pieces in slots + receive, ours, credits:
-        pieces = re.split(r"(?m)^// \(([A-H])\)\n", pieces)[1:]
-        for letter, piece in zip(pieces[::2], pieces[1::2]):
-            source, places = re.subn(rf"(?m)^ *// \({letter}\)\n", lambda _: piece,
-                                     source)
-            assert places == 1, letter
-        yield source
-    assert not re.search(r"// \([A-H]\)", source)
+    source = add(source, receive, after="  session.Connect(server_addr);\n")
+    source = add(source, wait, after="    session.Send(request);\n")
+    source = add(source, check, after="\n  session.SayBye();\n")
+    yield source
+    loop = "  void ContinueWork() {\n" + work.split("\n")[1] + "\n"
+    source = add(source, ours, after=loop)
+    yield source
+    source = add(source, credit, after=NOTHING[0])
+    source = add(source, has_credit, after=ours)
+    yield add(source, give, after=wait.split("\n")[1] + "\n")
 
 
 def without_comments(source):

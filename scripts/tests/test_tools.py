@@ -163,31 +163,40 @@ def test_diff():
         assert headings == (["1", "2"] if TABLE[program].most_added else [])
 
 
-def test_breaks():
-    """Each patch fits a program exactly, and says at its top what to do. Whoever asks
-    for one that is not there is told which there are."""
-    numbers_of = []
+def test_breaks(tmp_path):
+    """Each patch fits a program, or one after a move, exactly, and says at its top what
+    to do. Whoever asks for one that is not there is told which there are."""
+    (tmp_path / "src").mkdir()
+    called = []
     for name in os.listdir(f"{ROOT}/scripts/breaks"):
-        program, extension = os.path.splitext(name)
-        if extension != ".patch":
+        if not name.endswith(".patch"):
             continue
-        numbers_of.append(str(number(program)))
-        path = f"scripts/breaks/{name}"
+        move = re.fullmatch(r"(\d+\.\d+)\.patch", name)
+        source = move[1] if move else name.split(".")[0]
+        called.append(re.sub("_[^.]*", "", name.removesuffix(".patch")))
+        if move:
+            (tmp_path / f"src/{source}.cpp").write_text(subprocess.run(
+                ["scripts/moves/moves.py", "state", source], cwd=ROOT, check=True,
+                text=True, stdout=subprocess.PIPE).stdout)
+        else:
+            shutil.copy(f"{ROOT}/src/{source}.cpp", tmp_path / "src")
+        path = f"{ROOT}/scripts/breaks/{name}"
         done = subprocess.run(
-            ["git", "apply", "--check", "-v", path], cwd=ROOT, check=False, text=True,
+            ["git", "apply", "--check", "-v", path], cwd=tmp_path, check=False, text=True,
             capture_output=True, env={**os.environ, "LC_ALL": "C"})
         assert done.returncode == 0, done.stderr
         assert "offset" not in done.stderr
-        with open(f"{ROOT}/{path}") as file:
+        with open(path) as file:
             assert re.match(
-                r"Broken: (?s:.*)^  build/break/(?s:.*)\n\n"
-                rf"--- a/src/{program}\.cpp\n\+\+\+ b/src/{program}\.cpp\n",
+                r"(Broken|Changed): (?s:.*)^  build/break/(?s:.*)\n\n"
+                rf"--- a/src/{source}\.cpp\n\+\+\+ b/src/{source}\.cpp\n",
                 file.read(), re.M)
     done = subprocess.run(["scripts/breaks/run.sh", "99"], cwd=ROOT, check=False,
                           text=True, capture_output=True)
     assert done.returncode == 2
-    assert done.stderr == ("error: there is nothing to break in 99; there is in: "
-                           f"{' '.join(sorted(numbers_of, key=int))}\n")
+    there = done.stderr.removeprefix(
+        "error: there is nothing to break in 99; there is in: ").split()
+    assert sorted(there) == sorted(called) and {"8", "8.asleep", "10.8"} <= {*there}
 
 
 @pytest.mark.usefixtures("terminals")
@@ -312,7 +321,8 @@ def what_is_missing(root, table, sessions):
     each(chapters.pages_of_programs(root), "chapters/{}.md".format, there)
     each(numbered(f"{root}/scripts/exercises", ".patch"),
          "scripts/exercises/{}.patch".format, tested)
-    each(numbered(f"{root}/scripts/breaks", ".patch"),
+    each([name for name in numbered(f"{root}/scripts/breaks", ".patch")
+          if "." not in name],
          "scripts/breaks/{}.patch".format,
          [program for program in there if program not in NOT_BROKEN])
     fields = ", ".join(name for name in Entry._fields

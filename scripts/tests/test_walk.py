@@ -377,32 +377,32 @@ def test_one_disk_for_all(run, walk):
         assert word == "thread" or clients[1].seconds > 1.5, clients[1].seconds
 
 
-@after(9, "slots sum disk part")
+@after(9, "numbers sum refuse name")
 def test_left_behind(run, walk):
     """A file that changes meanwhile, and a client that leaves: what is saved, and what is
     left."""
     source = run.new_folder() + "/file"
-    for word in "slots", "sum", "disk", "part":
+    for word in "numbers", "sum", "refuse", "name":
         write_source(source, 20 << 20, 1)
         folder = run.new_folder()
         server = walk(9, word, "", folder, SLOW_DISK_MS="100")
         client = server.start_client(source, "1")
         server.process.wait_for("Receiving")
         time.sleep(0.5)
-        if word in ("slots", "sum"):
+        if word in ("numbers", "sum"):
             with open(source, "a") as file:
                 file.write("more")
         else:
             client.signal(signal.SIGINT)
-        assert client.wait() == (word != "slots"), client.output
-        if word == "slots":
+        assert client.wait() == (word != "numbers"), client.output
+        if word == "numbers":
             assert os.path.getsize(f"{folder}/file") == 20 << 20
         elif word == "sum":
             assert "the file has changed while it was being sent" in client.output
         else:
             server.process.wait_for("error: the client has left before its file was saved")
             time.sleep(0.5)
-            assert os.listdir(folder) == (["file"] if word == "disk" else [])
+            assert os.listdir(folder) == (["file"] if word == "refuse" else [])
 
 
 @over_tcp

@@ -5,6 +5,7 @@ import filecmp
 import functools
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -403,6 +404,41 @@ def test_left_behind(run, walk):
             server.process.wait_for("error: the client has left before its file was saved")
             time.sleep(0.5)
             assert os.listdir(folder) == (["file"] if word == "refuse" else [])
+
+
+@after(9, "sum alive")
+def test_slow_chunk(run, walk):
+    """A disk that takes longer than the client's patience, until it says that it works."""
+    source = run.new_folder() + "/file"
+    write_source(source, 1000, 1)
+    for word in "sum", "alive":
+        server = walk(9, word, "", run.new_folder(), SLOW_DISK_MS="12000")
+        client = server.start_client(source)
+        assert client.wait() == (word == "sum"), client.output
+        assert (GIVEN_UP in client.output) == (word == "sum"), client.output
+        assert ("Saved 0 of 1 chunks" in server.process.output) == (word == "alive")
+
+
+@over_tcp
+@after(9, "alive refuse")
+def test_no_room(run, walk):
+    """A file that exceeds the server's limit ends the server, until only that file is
+    refused."""
+    source = run.new_folder() + "/file"
+    write_source(source, 20 << 20, 1)
+    for word in "alive", "refuse":
+        folder = run.new_folder()
+        server = walk(9, word, "", folder)
+        resource.prlimit(server.process.popen.pid, resource.RLIMIT_FSIZE, (5 << 20, 5 << 20))
+        client = server.start_client(source)
+        if word == "alive":
+            assert server.process.wait() == -signal.SIGXFSZ
+            client.kill()
+            continue
+        assert client.wait() == 1
+        assert "the server has refused: cannot write " in client.output, client.output
+        assert server.process.popen.poll() is None
+        assert os.path.getsize(f"{folder}/file") <= 5 << 20
 
 
 @over_tcp

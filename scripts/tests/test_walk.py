@@ -433,7 +433,7 @@ def test_no_room(run, walk):
         client = server.start_client(source)
         if word == "alive":
             assert server.process.wait() == -signal.SIGXFSZ
-            client.kill()
+            client.signal(signal.SIGKILL)
             continue
         assert client.wait() == 1
         assert "the server has refused: cannot write " in client.output, client.output

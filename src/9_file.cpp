@@ -98,7 +98,7 @@ constexpr size_t kMaxNameSize = 250;      // bytes; with ".part" 255
 constexpr size_t kPollsPerYield = 64;
 
 constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
-constexpr auto kAlivePeriod = 1s;    // between two messages that we are alive
+constexpr auto kAlivePeriod = 1s;    // between two signs of life
 
 // ---- Errors, signals, text ----
 
@@ -1012,9 +1012,19 @@ void PrintClientCommand(const char* program, const Endpoint& endpoint) {
          ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
 }
 
-// Prints a line about a client. The number says which one.
-void PrintLine(FILE* file, size_t number, const std::string& text) {
-  fprintf(file, "[%zu] %s\n", number, text.c_str());
+// Prints a line about a client. The number says which one. On a terminal, a
+// line that shows progress is replaced by the next line about the same client.
+void PrintLine(FILE* file, size_t number, const std::string& text,
+               bool progress = false) {
+  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
+  if (open_line != 0) {
+    printf(open_line == number ? "\r\033[K" : "\n");
+    fflush(stdout);
+  }
+  progress &= isatty(fileno(file)) == 1;
+  open_line = progress ? number : 0;
+  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
+  fflush(file);
 }
 
 // PUT: a client wants to send a file.
@@ -1319,6 +1329,7 @@ struct ServedClient {
   Task finish;
   Clock::time_point started_at;
   Clock::time_point alive_at;
+  Clock::time_point printed_at;
   bool done = false;  // has said BYE or failed; last messages may be leaving
 
   // Opens the session. Throws if the machine lacks what that takes.
@@ -1361,6 +1372,7 @@ struct ServedClient {
       ContinueFinish();
       SendNumbers(session, AppMessageType::kCredit, credits);
       if (DiskBusy()) WaitForDisk(session, alive_at);
+      PrintProgress();
     } catch (const std::exception& e) {
       if (state != State::kRefused) RefuseFile(e.what());
     }
@@ -1371,6 +1383,17 @@ struct ServedClient {
   // Returns whether there is more to do right away, even if nothing completes.
   // Many providers take the client's WRITEs only while we poll.
   bool Busy() const { return state == State::kReceive; }
+
+  // Prints how far it is, now and then.
+  void PrintProgress() {
+    Clock::time_point now = Clock::now();
+    if (state != State::kReceive || now - printed_at < kAlivePeriod) return;
+    printed_at = now;
+    PrintLine(stdout, number,
+              "Saved " + std::to_string(saved_chunks) + " of " +
+                  std::to_string(num_chunks) + " chunks",
+              true);
+  }
 
   // Returns whether other threads still use what we own.
   bool DiskBusy() const {
@@ -1391,8 +1414,8 @@ struct ServedClient {
   void HandleMessage(const Message& message) {
     AppMessageType type = TypeOf(message);
     if (state == State::kWaitPut) return HandlePut(message);
-    if (type == AppMessageType::kAlive) return;
     if (type == AppMessageType::kChunk) return HandleChunk(message);
+    if (type == AppMessageType::kAlive) return;
     end = ReadMessage<AppEndMessage>(message, AppMessageType::kEnd);
   }
 
@@ -1443,7 +1466,7 @@ struct ServedClient {
                   std::to_string(file_size) + " bytes into " +
                   std::to_string(slots.size()) + " slots of " +
                   std::to_string(chunk_size));
-    started_at = Clock::now();
+    started_at = printed_at = Clock::now();
     state = State::kReceive;
   }
 
@@ -1581,47 +1604,6 @@ int ServerMain(const char* program, const std::string& directory) {
   return 0;
 }
 
-// Shows how far a transfer is: a bar on a terminal, otherwise a line now and
-// then.
-struct ProgressBar {
-  bool terminal = isatty(STDOUT_FILENO) == 1;
-  Clock::duration period = terminal ? 100ms : 1000ms;  // between two lines
-  Clock::time_point printed_at = Clock::now();
-  bool line_open = false;  // the cursor is behind the bar
-
-  ~ProgressBar() { EndLine(); }
-
-  // Prints how far it is, if the last line was long ago.
-  void Print(uint64_t bytes, uint64_t all_bytes, double seconds) {
-    Clock::time_point now = Clock::now();
-    if (now - printed_at < period) return;
-    printed_at = now;
-    double share = 1;
-    if (all_bytes > 0) {
-      share = static_cast<double>(bytes) / static_cast<double>(all_bytes);
-    }
-    std::string bar(size_t(20 * share), '#');
-    bar.resize(20, '.');
-    printf("%s[%s] %3.0f%% of %.3f MB, %.3f Gbps", terminal ? "\r" : "",
-           bar.c_str(), 100 * share, 1e-6 * static_cast<double>(all_bytes),
-           8e-9 * static_cast<double>(bytes) / seconds);
-    if (bytes == all_bytes) {
-      printf(", waiting for the server");
-    } else if (bytes > 0) {
-      printf(", %.0f s left", seconds * (1 - share) / share);
-    }
-    printf("%s", terminal ? "\033[K" : "\n");
-    fflush(stdout);
-    line_open = terminal;
-  }
-
-  // Ends the line of the bar, so that others may print.
-  void EndLine() {
-    if (line_open) printf("\n");
-    line_open = false;
-  }
-};
-
 // What the client does: it sends a file.
 struct PutClient {
   // A place in our memory for a chunk on its way from the file into the slot of
@@ -1641,7 +1623,6 @@ struct PutClient {
   AppReadyMessage ready = {};
   uint64_t num_chunks = 0;
   uint64_t read_chunks = 0;
-  uint64_t written_bytes = 0;
   uint64_t checksum = 0;  // of the chunks that have been read
   bool imm_data = false;  // immediate data tells the server what has arrived
   std::vector<uint32_t> written_chunks;  // otherwise we tell it
@@ -1650,7 +1631,6 @@ struct PutClient {
   std::vector<Slot> slots;
   Clock::time_point started_at;
   Clock::time_point alive_at;
-  ProgressBar bar;
 
   PutClient(Domain& domain, const std::string& path)
       : file(path), session(domain) {
@@ -1678,7 +1658,6 @@ struct PutClient {
       session.SayBye(kContactGrace);
       throw;
     }
-    bar.EndLine();
   }
 
   // Does what can be done now. Returns whether the file is saved.
@@ -1688,7 +1667,6 @@ struct PutClient {
     ContinueEnd();
     SendNumbers(session, AppMessageType::kChunk, written_chunks);
     if (DiskBusy()) WaitForDisk(session, alive_at);
-    bar.Print(written_bytes, put.file_size, SecondsSince(started_at));
     return saved;
   }
 
@@ -1775,15 +1753,14 @@ struct PutClient {
         .callback =
             [this, i](const RdmaOp& op) {
               op.Check();
-              HandleWriteCompletion(i, op.len);
+              HandleWriteCompletion(i);
             },
     });
   }
 
   // Called when a chunk is in place: begins to read this slot's next one.
-  void HandleWriteCompletion(size_t i, size_t len) {
+  void HandleWriteCompletion(size_t i) {
     Slot& slot = slots[i];
-    written_bytes += len;
     if (!imm_data) written_chunks.push_back(uint32_t(slot.chunk));
     slot.chunk += slots.size();
     ReadChunk(i);

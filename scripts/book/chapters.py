@@ -796,7 +796,7 @@ def normalised(lines):
             continue
         if re.match(r"\[\d+\] has \d+ bytes in \d+ pieces$", line):
             continue
-        if re.match(r"\[#*\.*\] +\d+% of ", line):
+        if re.match(r"\[\d+\] Saved \d+ of \d+ chunks$", line):
             continue
         if re.match(r"\[\d+\] \d+/\d+ ", line):
             continue

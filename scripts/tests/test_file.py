@@ -979,73 +979,55 @@ def test_client_interrupted(serve, provider):
 
 # ---- Progress ----
 
-LINE = (r"\[#*\.*\] +\d+% of [0-9.]+ MB, [0-9.]+ Gbps"
-        r"(, \d+ s left|, waiting for the server)?")
-
-
 @pytest.mark.builds("plain")
 def test_progress_lines(serve):
     """A line each second, where there is no terminal."""
     server = serve("9_file", SLOW_DISK_MS="100")
     client = server.check_client(str(24 * MIB), "1")
-    lines = re.findall(rf"^{LINE}$", client.output, re.M)
-    assert 1 <= len(lines) <= client.seconds
-    assert "\r" not in client.output and "\x1b" not in client.output
-    assert " s left" in client.output
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-def test_waiting_for_the_server(serve):
-    """Once all is written, the client waits for the server. It cannot know whether
-    a disk works there."""
-    server = serve("9_file", SLOW_DISK_MS="1500")
-    client = server.check_client("1")
-    assert re.search(r"^\[#{20}\] 100% .*, waiting for the server$", client.output,
-                     re.M)
-    assert "disk" not in client.output
+    counts = re.findall(r"^\[1\] Saved (\d+) of 24 chunks$", server.process.output, re.M)
+    assert 1 <= len(counts) <= client.seconds
+    assert sorted({*map(int, counts)}) == [*map(int, counts)]
+    assert "\r" not in server.process.output
     server.stop()
 
 
 @pytest.mark.builds("plain")
 @pytest.mark.usefixtures("terminals")
 @pytest.mark.parametrize("interrupted", [False, True], ids=["whole", "interrupted"])
-def test_progress_on_a_terminal(serve, build, interrupted):
-    """One line, written over, whose end is the end of the line."""
-    server = serve("9_file", SLOW_DISK_MS="100")
+def test_progress_on_a_terminal(run, build, interrupted):
+    """One line, written over, and at last by the next line about the same client."""
+    source = run.new_folder() + "/file"
+    write_source(source, 40 * MIB, 1)
     master, slave = pty.openpty()
-    client = subprocess.Popen(
-        [f"{build}/9_file", server.address, server.new_source(12 * MIB), "1"],
-        cwd=ROOT, stdin=subprocess.DEVNULL, stdout=slave, stderr=slave)
+    server = subprocess.Popen(
+        [f"{build}/9_file", run.new_folder()], cwd=ROOT, stdin=subprocess.DEVNULL,
+        stdout=slave, stderr=slave, env={**os.environ, "SLOW_DISK_MS": "100"})
     os.close(slave)
-    output = b""
+    output, client = "", None
+
+    def read_until(pattern):
+        nonlocal output
+        stop = time.monotonic() + 20 * TIME_FACTOR
+        while not re.search(pattern, output, re.S):
+            assert time.monotonic() < stop, repr(output)
+            if select.select([master], [], [], 0.1)[0]:
+                output += os.read(master, 65536).decode()
+
     try:
-        stop = time.monotonic() + 15
-        with contextlib.suppress(OSError):  # nobody is at the other end any more
-            while time.monotonic() < stop:  # a hang is a failure
-                if select.select([master], [], [], 0.1)[0]:
-                    output += os.read(master, 65536)
-                if interrupted and output.count(b" s left") >= 3:
-                    client.send_signal(signal.SIGINT)
-                    break
-            client.wait(5)
-            while True:
-                output += os.read(master, 65536)
-        assert client.wait(5) == int(interrupted)
+        read_until(r" FILE\r\n")
+        address = re.search(r"([0-9a-f]{16,}) FILE", output)[1]
+        client = run([f"{build}/9_file", address, source, "1"])
+        read_until(r"Saved .*Saved ")
+        if interrupted:
+            client.signal(signal.SIGINT)
+        assert client.wait() == int(interrupted)
+        read_until(r"Done\.")
     finally:
-        client.kill()
-        client.wait()
+        server.kill()
+        server.wait()
         os.close(master)
-    match = re.fullmatch(rf"(.*\r\n)((?:\r{LINE}\x1b\[K)+)\r\n(?P<after>.*)",
-                         output.decode(), re.S)
-    assert match, repr(output)
-    begin, bar, after = match.group(1, 2, "after")
-    assert bar.count("\r") >= (3 if interrupted else 6)
-    assert "Sent CONNECT" in begin
-    if interrupted:
-        assert after == "error: interrupted\r\n"
-    else:
-        assert re.fullmatch(r"Sent file.*\r\nThe server has saved .*\r\n", after)
-        shares = [int(share) for share in re.findall(r"(\d+)%", bar)]
-        assert shares == sorted(shares)
-    server.stop()
+    again = r"\[1\] Saved \d+ of 40 chunks\r\x1b\[K"
+    end = (r"\[1\] error: the client has left before its file was saved" if interrupted
+           else r"\[1\] Saved file: 41\.943 MB in .*")
+    assert re.search(rf"slots of \d+\r\n({again}){{2,}}{end}\r\n\[1\] Done\.", output), \
+        repr(output)

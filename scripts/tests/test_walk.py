@@ -5,6 +5,7 @@ import filecmp
 import functools
 import os
 import re
+import resource
 import signal
 import subprocess
 import time
@@ -377,32 +378,67 @@ def test_one_disk_for_all(run, walk):
         assert word == "thread" or clients[1].seconds > 1.5, clients[1].seconds
 
 
-@after(9, "slots sum disk part")
+@after(9, "numbers sum refuse name")
 def test_left_behind(run, walk):
     """A file that changes meanwhile, and a client that leaves: what is saved, and what is
     left."""
     source = run.new_folder() + "/file"
-    for word in "slots", "sum", "disk", "part":
+    for word in "numbers", "sum", "refuse", "name":
         write_source(source, 20 << 20, 1)
         folder = run.new_folder()
         server = walk(9, word, "", folder, SLOW_DISK_MS="100")
         client = server.start_client(source, "1")
         server.process.wait_for("Receiving")
         time.sleep(0.5)
-        if word in ("slots", "sum"):
+        if word in ("numbers", "sum"):
             with open(source, "a") as file:
                 file.write("more")
         else:
             client.signal(signal.SIGINT)
-        assert client.wait() == (word != "slots"), client.output
-        if word == "slots":
+        assert client.wait() == (word != "numbers"), client.output
+        if word == "numbers":
             assert os.path.getsize(f"{folder}/file") == 20 << 20
         elif word == "sum":
             assert "the file has changed while it was being sent" in client.output
         else:
             server.process.wait_for("error: the client has left before its file was saved")
             time.sleep(0.5)
-            assert os.listdir(folder) == (["file"] if word == "disk" else [])
+            assert os.listdir(folder) == (["file"] if word == "refuse" else [])
+
+
+@after(9, "sum alive")
+def test_slow_chunk(run, walk):
+    """A disk that takes longer than the client's patience, until it says that it works."""
+    source = run.new_folder() + "/file"
+    write_source(source, 1000, 1)
+    for word in "sum", "alive":
+        server = walk(9, word, "", run.new_folder(), SLOW_DISK_MS="12000")
+        client = server.start_client(source)
+        assert client.wait() == (word == "sum"), client.output
+        assert (GIVEN_UP in client.output) == (word == "sum"), client.output
+        assert ("Saved 0 of 1 chunks" in server.process.output) == (word == "alive")
+
+
+@over_tcp
+@after(9, "alive refuse")
+def test_no_room(run, walk):
+    """A file that exceeds the server's limit ends the server, until only that file is
+    refused."""
+    source = run.new_folder() + "/file"
+    write_source(source, 20 << 20, 1)
+    for word in "alive", "refuse":
+        folder = run.new_folder()
+        server = walk(9, word, "", folder)
+        resource.prlimit(server.process.popen.pid, resource.RLIMIT_FSIZE, (5 << 20, 5 << 20))
+        client = server.start_client(source)
+        if word == "alive":
+            assert server.process.wait() == -signal.SIGXFSZ
+            client.signal(signal.SIGKILL)
+            continue
+        assert client.wait() == 1
+        assert "the server has refused: cannot write " in client.output, client.output
+        assert server.process.popen.poll() is None
+        assert os.path.getsize(f"{folder}/file") <= 5 << 20
 
 
 @over_tcp

@@ -634,7 +634,8 @@ def test_cable(network, walk_rails):
             assert f"error: waiting for the pages: {GIVEN_UP}" in client.output
             assert re.search(r"WRITE: 9\d%, 49\d\d?/500", server.process.output)
         else:
-            server.process.wait_for("rail link2 is given up, and its 8 WRITEs are posted again")
+            server.process.wait_for(
+                "rail link2 is given up, and its 8 WRITEs are posted again")
         network.up(0, "link2")
 
 
@@ -658,8 +659,9 @@ def test_late_bytes(run, network, walk_rails, tmp_path):
     words = [moves.word(path) for path in moves.patches("11_rails")]
     found = {}
     for word in "dead", "late":
-        source, count = re.subn(r"\n +CheckMemory\(\*memory,.*\n", lambda match: match[0] + LATE,
-                                moves.states("11_rails")[words.index(word) + 1])
+        source = moves.states("11_rails")[words.index(word) + 1]
+        source, count = re.subn(r"\n +CheckMemory\(\*memory,.*\n",
+                                lambda match: match[0] + LATE, source)
         assert count == 1
         (tmp_path / f"{word}.cpp").write_text(source)
         subprocess.run(["g++", "-std=c++20", "-O0", "-o", tmp_path / word,

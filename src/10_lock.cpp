@@ -397,7 +397,7 @@ struct RdmaOp {
   uint64_t remote_key = 0;   // of a one-sided operation: from the owner, too
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
-  bool in_flight = false;  // posted, and not yet completed
+  bool in_flight = false;  // libfabric has it, and has not ended it
 
   // Returns whether the peer's program takes no part in it.
   bool OneSided() const {
@@ -773,7 +773,7 @@ Message WriteMessage(const T& head, std::string_view tail = {}) {
   // Padding would carry whatever was in memory there.
   static_assert(std::has_unique_object_representations_v<T>);
   Message message(reinterpret_cast<const char*>(&head), sizeof(head));
-  return message.append(tail);
+  return std::move(message.append(tail));
 }
 
 // An endpoint, and messages from and to those who know its address.

@@ -257,7 +257,7 @@ struct RdmaOp {
   size_t len = 0;  // bytes; of a RECV, set when a message has arrived
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
-  bool in_flight = false;  // posted, and not yet completed
+  bool in_flight = false;  // libfabric has it, and has not ended it
 
   // Throws if the operation has failed.
   void Check() const {
@@ -602,7 +602,7 @@ Message WriteMessage(const T& head, std::string_view tail = {}) {
   // Padding would carry whatever was in memory there.
   static_assert(std::has_unique_object_representations_v<T>);
   Message message(reinterpret_cast<const char*>(&head), sizeof(head));
-  return message.append(tail);
+  return std::move(message.append(tail));
 }
 
 // An endpoint, and messages from and to those who know its address.

@@ -1131,9 +1131,11 @@ int ControlEndpoint(struct fid* fid, int command, void* arg) {
 int CloseEndpoint(struct fid* fid) {
   auto& ep = *Ours<Endpoint, fid_ep>(fid);
   if (!BeginClose(ep.object)) return -FI_EINVAL;
+  // First, so that nobody inserts the address of an endpoint that is gone: libfabric
+  // 1.17's shm provider would give the next address the same number.
+  if (ep.name != nullptr) unlink((Folder() + NameFile(ep.address)).c_str());
   int ret = fi_close(ep.object.real);
   if (ep.tx > 0) Count("endpoints closed with operations in flight");
-  if (ep.name != nullptr) unlink((Folder() + NameFile(ep.address)).c_str());
   // What is in flight ends here, and its completions are lost.
   auto ours = [&](const auto& item) { return item.op && item.op->ep == &ep; };
   if (ep.cq != nullptr) {

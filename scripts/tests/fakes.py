@@ -119,10 +119,10 @@ class FakeServer(FakeClient):
     whatever bytes a test makes up."""
 
     def __init__(self, run, build, program, *args, provider="", accepts=True):
-        if not provider:
-            choices = run([f"{build}/{program}", "--list"])
-            assert choices.wait() == 0
-            provider = provider_in(choices.output)
+        # For atomics, a program takes another provider than tcp from libfabric 1.18 on.
+        choices = run([f"{build}/{program}", "--list"], provider)
+        assert choices.wait() == 0
+        provider = provider_in(choices.output)
         self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
         self.client = run([f"{build}/{program}", self.address, *args], provider)

@@ -13,11 +13,15 @@ import time
 import pytest
 
 import moves
-from harness import BUILD, PROVIDERS, First, Server, is_here, shares, write_source
+from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here, shares,
+                     write_source)
 from repository import QUICK_CXXFLAGS, QUICKLY, ROOT, build_moves, make
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
+# A long text waits for its client here, and overtakes nothing. From libfabric 1.18 on,
+# that isn't its first choice: chapter 0 says what to type then.
+RXM = "tcp;ofi_rxm" if not OVER_VERBS and is_here("tcp;ofi_rxm") else ""
 
 
 def after(number, words):
@@ -87,7 +91,7 @@ def test_any_order(walk):
     """RECVs complete in any order. Without a record for each, the server prints what
     nobody has sent: not each time, but soon. With one, each text is somebody's."""
     def lines(word):
-        server = walk(4, word)
+        server = walk(4, word, RXM)
         clients = [server.start_client(text) for text in ["x" * 60000, "two"] * 4]
         for client in clients:
             client.wait()
@@ -122,8 +126,8 @@ def test_one_buffer(walk):
 @after(5, "answer")
 def test_last_peer(walk, still):
     """The answer to the first client goes to the second, which has gone."""
-    server = walk(5, "answer")
-    first = still(server)
+    server = walk(5, "answer", RXM)
+    first = still(server, RXM)
     server.process.wait_for("^Received CONNECT")
     second = server.start_client()
     assert second.wait() == 0 and "The text is correct" in second.output
@@ -136,15 +140,15 @@ def test_last_peer(walk, still):
 def test_one_after_the_other(walk, still):
     """A client that stands still keeps the server from all others until it is given up,
     and from nobody once the server goes round its clients."""
-    server = walk(5, "endpoint")
-    still(server)
+    server = walk(5, "endpoint", RXM)
+    still(server, RXM)
     server.process.wait_for("^Received CONNECT")
     second = server.start_client()
     server.process.wait_for(f"^error: waiting for the client: {GIVEN_UP}")
     assert server.process.output.count("Received CONNECT") == 1
     second.wait()
-    server = walk(5, "loop")
-    first = still(server)
+    server = walk(5, "loop", RXM)
+    first = still(server, RXM)
     server.process.wait_for("Received CONNECT")
     second = server.start_client()
     assert second.wait() == 0 and "The text is correct" in second.output
@@ -208,12 +212,12 @@ def test_stranger(walk, still):
     """scripts/stranger ends a session whose messages carry no nonce, and none that has
     one."""
     for word in "refuse", "nonce":
-        server = walk(5, word)
-        client = still(server)
+        server = walk(5, word, RXM)
+        client = still(server, RXM)
         server.process.wait_for("Received CONNECT")
-        done = subprocess.run(["scripts/stranger", server.address], cwd=ROOT, check=False,
-                              env={**os.environ, "BUILD": BUILD}, capture_output=True,
-                              text=True)
+        done = subprocess.run(
+            ["scripts/stranger", server.address], cwd=ROOT, check=False, capture_output=True,
+            text=True, env={**os.environ, "BUILD": BUILD, **({"FI_PROVIDER": RXM} if RXM else {})})
         assert done.returncode == 0 and "to port " in done.stdout, done
         if word == "refuse":
             server.process.wait_for(r"^\[1\] error: bad message: 13 bytes of type")

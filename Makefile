@@ -158,8 +158,9 @@ $(BUILD)/races: scripts/watch/races.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< $(LDFLAGS) \
 	  $(LIBFABRIC_LIBS)
 $(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp
+$(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
 $(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so: $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \
+	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \
 	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
 # The programs that use GPUs, built once more for machines without a GPU and without

@@ -25,7 +25,7 @@ ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
 # How many clients test_killed_clients kills. KILLS=50 takes minutes.
-KILLS = int(os.environ.get("KILLS", "4"))
+KILLS = int(os.environ.get("KILLS", "3"))
 
 
 @pytest.mark.builds("sanitized")  # it takes long

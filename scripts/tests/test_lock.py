@@ -21,7 +21,7 @@ LOG_SIZE = 1 << 20  # entries
 CLIENTS_AT_A_TIME = 8
 KEYS = 32  # of the hash table, for each client
 # How many clients test_killed_clients kills. KILLS=100 takes minutes.
-KILLS = int(os.environ.get("KILLS", "4"))
+KILLS = int(os.environ.get("KILLS", "3"))
 # How much each of four clients changes. COUNT=100000 takes many minutes.
 COUNT = int(os.environ.get("COUNT", "200"))
 

@@ -23,7 +23,7 @@ POOL = 256 << 20  # bytes
 ALIGN = 64  # bytes
 WHOLE = f"the pool lends 0 bytes in 0 pieces, and has {POOL} free in 1"
 # How many clients test_killed_clients kills. KILLS=50 takes minutes.
-KILLS = int(os.environ.get("KILLS", "4"))
+KILLS = int(os.environ.get("KILLS", "3"))
 
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])

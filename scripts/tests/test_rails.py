@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.builds("plain"),
               not_over_verbs("an adapter has one link")]
 # How often a link goes down, and how many clients are killed: see above.
 LINKS = int(os.environ.get("LINKS", "1"))
-KILLS = int(os.environ.get("KILLS", "4"))
+KILLS = int(os.environ.get("KILLS", "3"))
 GIVEN_UP = r"rail \S+ is given up"
 
 

@@ -193,7 +193,7 @@ def test_by_hand(run, tmp_path):
     folder = tmp_path / "new"
     env = {"WATCH": str(folder), "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/watch.so")}
     server = Server(run, BUILD, "7_queue", "tcp", **env)
-    client = server.start_client("4096", "1000", "100000")
+    client = server.start_client("1048576", "16", "100000")
     server.process.wait_for("WRITE: ", timeout=30)
     client.signal(signal.SIGKILL)
     client.wait()

@@ -410,6 +410,18 @@ Part TakesMany(int count, size_t step) {
   };
 }
 
+// Two sides say that they have done something, and the second is told that the first has.
+// The wrong second doesn't wait for that. It must not come early either: a post that finds
+// no room looks for completions, and would have been told before it was posted.
+Part TellsSecond(const std::string& text) {
+  return [=](Side& s, bool wrong) {
+    s.Hear();
+    if (wrong) s.Hear();
+    s.Say(2, text);
+    if (!wrong) s.Hear();
+  };
+}
+
 const std::vector<Case> kCases = {
     // ---- My own buffer, between post and completion ----
     {"send-store", "flight", false, kListens,
@@ -699,12 +711,7 @@ const std::vector<Case> kCases = {
        s.Wait(s.Tag(2));
        s.Say(0, "end");
      }},
-    {"two-writers", "writers", false,
-     [](Side& s, bool) {
-       s.Hear();
-       s.Say(2, "it is free");
-       s.Hear();
-     },
+    {"two-writers", "writers", false, TellsSecond("it is free"),
      [](Side& s, bool) {
        memset(s.own, 'a', kPage);
        s.PostWrite(0, 0, kPage, 0, s.Tag(1));
@@ -759,11 +766,7 @@ const std::vector<Case> kCases = {
        s.Say(0, "end");
      }},
     {"read-what-is-written", "lent", false,
-     [](Side& s, bool) {
-       s.Hear();
-       s.Say(2, "it is there");
-       s.Hear();
-     },
+     TellsSecond("it is there"),
      [](Side& s, bool) {
        s.PostWrite(0, 0, kPage, 0, s.Tag(1));
        s.Wait(s.Tag(1));
@@ -786,11 +789,7 @@ const std::vector<Case> kCases = {
        s.Say(0, "end");
      }},
     {"add-beside-anothers-write", "words", false,
-     [](Side& s, bool) {
-       s.Hear();
-       s.Say(2, "it is set");
-       s.Hear();
-     },
+     TellsSecond("it is set"),
      [](Side& s, bool) {
        s.PostWrite(0, 0, 8, 0, s.Tag(1));
        s.Wait(s.Tag(1));

@@ -270,7 +270,8 @@ struct Domain {
   Owned<fid_fabric> fabric;
   Owned<fid_domain> handle;
   std::random_device random{"/dev/urandom"};  // the default may take 25 us
-  // Makes a WRITE complete only when the data is in the peer's memory.
+  // Makes a WRITE complete only when the data is in the peer's memory. 0 where
+  // it is there by then anyway.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   // Opens the first interface of a list.
@@ -420,7 +421,7 @@ struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
-  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
+  std::deque<RdmaOp*> pending_ops;  // waiting to be handed over, in order
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
   Address addr;                                   // our own
 
@@ -1667,7 +1668,7 @@ struct Bookkeeper {
     Clock::time_point changed_at = Clock::now();
     while (turn.ticket < ticket) {
       // Each look costs the server work, so a client far back looks less often.
-      // No more than kMaxClients can be before us.
+      // Of those before us, no more than kMaxClients are alive.
       std::this_thread::sleep_for(
           kTurnPause * std::min<uint64_t>(ticket - turn.ticket, kMaxClients));
       Turn now = ReadTurn();

@@ -296,7 +296,8 @@ struct Domain {
   Owned<fid_fabric> fabric;
   Owned<fid_domain> handle;
   std::random_device random{"/dev/urandom"};  // the default may take 25 us
-  // Makes a WRITE complete only when the data is in the peer's memory.
+  // Makes a WRITE complete only when the data is in the peer's memory. 0 where
+  // it is there by then anyway.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   // Opens the first interface of a list.
@@ -461,8 +462,8 @@ struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
-  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
-  uint64_t eagain_count = 0;        // how many times it had none (-FI_EAGAIN)
+  std::deque<RdmaOp*> pending_ops;  // waiting to be handed over, in order
+  uint64_t eagain_count = 0;        // times there was no room (-FI_EAGAIN)
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
   // Called with the immediate data of a WRITE from the other side, once that
   // WRITE has arrived. It belongs to no operation of ours.
@@ -1233,12 +1234,12 @@ std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
 
 // A client, and what it asks of the server: to fill its memory with pages.
 struct ServedClient {
-  // What the client waits for.
+  // How far the client is.
   enum class State : uint8_t {
-    kWaitRequest,  // for nothing: it has not asked yet
-    kWaitMemory,   // for memory that other clients have
+    kWaitRequest,  // it has not asked yet
+    kWaitMemory,   // other clients have the memory
     kMakePages,    // one at a time
-    kWrite,        // until the last WRITE has completed
+    kWrite,        // the last WRITE has not completed yet
     kWritten,
   };
 
@@ -1364,8 +1365,10 @@ struct ServedClient {
       throw BadMessage("its sizes do not fit together");
     }
     if (msg.imm_data == 0) throw BadMessage("no imm_data");
-    if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0 ||
-        msg.page_size > kMaxPageSize ||
+    if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0) {
+      throw BadMessage("its page size is not a multiple of 8");
+    }
+    if (msg.page_size > kMaxPageSize ||
         msg.page_size > rail.domain.info->ep_attr->max_msg_size ||
         msg.num_pages > kMaxTransfer / msg.page_size) {
       throw BadMessage("the server has no room for " +

@@ -226,7 +226,8 @@ struct Domain {
   Owned<fid_fabric> fabric;
   Owned<fid_domain> handle;
   std::random_device random{"/dev/urandom"};  // the default may take 25 us
-  // Makes a WRITE complete only when the data is in the peer's memory.
+  // Makes a WRITE complete only when the data is in the peer's memory. 0 where
+  // it is there by then anyway.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   // Opens the first interface of a list.
@@ -1083,8 +1084,10 @@ struct ServedClient {
       throw BadMessage("its sizes do not fit together");
     }
     if (msg.imm_data == 0) throw BadMessage("no imm_data");
-    if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0 ||
-        msg.page_size > kMaxPageSize ||
+    if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0) {
+      throw BadMessage("its page size is not a multiple of 8");
+    }
+    if (msg.page_size > kMaxPageSize ||
         msg.page_size > session.mailbox.domain.info->ep_attr->max_msg_size ||
         msg.num_pages > kMaxTransfer / msg.page_size) {
       throw BadMessage("the server has no room for " +

@@ -274,7 +274,8 @@ struct Domain {
   Owned<fid_fabric> fabric;
   Owned<fid_domain> handle;
   std::random_device random{"/dev/urandom"};  // the default may take 25 us
-  // Makes a WRITE complete only when the data is in the peer's memory.
+  // Makes a WRITE complete only when the data is in the peer's memory. 0 where
+  // it is there by then anyway.
   uint64_t write_flags = FI_DELIVERY_COMPLETE;
 
   // Opens the first interface of a list.
@@ -418,7 +419,7 @@ struct Endpoint {
   Domain& domain;
   std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
   std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
-  std::deque<RdmaOp*> pending_ops;  // those that libfabric had no room for
+  std::deque<RdmaOp*> pending_ops;  // waiting to be handed over, in order
   Clock::time_point silent_since = Clock::now();  // see CheckSilence
   Address addr;                                   // our own
 

@@ -765,8 +765,7 @@ const std::vector<Case> kCases = {
        s.Wait(s.Tag(2));
        s.Say(0, "end");
      }},
-    {"read-what-is-written", "lent", false,
-     TellsSecond("it is there"),
+    {"read-what-is-written", "lent", false, TellsSecond("it is there"),
      [](Side& s, bool) {
        s.PostWrite(0, 0, kPage, 0, s.Tag(1));
        s.Wait(s.Tag(1));
@@ -788,8 +787,7 @@ const std::vector<Case> kCases = {
        s.Wait(s.Tag(2));
        s.Say(0, "end");
      }},
-    {"add-beside-anothers-write", "words", false,
-     TellsSecond("it is set"),
+    {"add-beside-anothers-write", "words", false, TellsSecond("it is set"),
      [](Side& s, bool) {
        s.PostWrite(0, 0, 8, 0, s.Tag(1));
        s.Wait(s.Tag(1));

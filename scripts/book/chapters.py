@@ -13,7 +13,8 @@ import time
 import urllib.parse
 
 import moves
-from repository import build_moves, make, number, numbered, parent, patched, programs
+from repository import (broken, build_moves, make, number, numbered, parent, patched,
+                        programs)
 
 # ---- Pages ----
 
@@ -22,6 +23,7 @@ CODE_SPAN = re.compile(r"(`+)(?!`)((?!\n\s*\n).)+?(?<!`)\1(?!`)", re.S)
 COMMENT = re.compile(r"<!--.*?-->", re.S)
 LINKED = re.compile(r"\]\(\.\./(src/\w+\.cpp)\)")
 OWN_PATCH = re.compile(r"(?m)^git apply (scripts/own/(\w+)\.patch)\b")
+BROKEN = re.compile(r"<!-- from make break-([\w.]+) -->")
 HEADING = re.compile(r"(?m)^ {0,3}(#{1,6})[ \t]+(.*?)[ \t]*#*[ \t]*$")
 # The heading of a move, `## 5.3 Take, and answer`, without its marks.
 MOVE = re.compile(r"(\d+)\.(\d+) \S")
@@ -107,6 +109,13 @@ class Page:
         found = [path for path, *_ in OWN_PATCH.findall(above)]
         return (found or LINKED.findall(above) or [None])[-1]
 
+    def broken(self, line):
+        """The patch of which an excerpt in this line shows lines, if a comment above it
+        says that it's from a broken program."""
+        above = self.program and BROKEN.fullmatch(self.text.split("\n")[line - 3])
+        return above and above[1].replace(str(self.number), f"scripts/breaks/{self.program}",
+                                          1) + ".patch"
+
     @property
     def before(self):
         return self.ancestors[0] if self.ancestors else None
@@ -142,6 +151,8 @@ class Page:
     def source(self, line, before=False):
         """The name and the lines of that of which an excerpt in this line is; of that from
         which a diff there starts, with `before`."""
+        if path := self.broken(line):
+            return path, to_lines(broken(path, self.root))
         at = (self.move(line) or 0) - before
         if at > 0:
             return f"move {self.number}.{at}", self.states[at]

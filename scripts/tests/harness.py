@@ -10,6 +10,7 @@ import os
 import random
 import re
 import signal
+import socket
 import subprocess
 import threading
 import time
@@ -175,7 +176,20 @@ def write_source(path, size, number):
 
 def address_of(server):
     """Waits until a server prints its address, or several with commas in between."""
-    return server.wait_for(r"following command:\n.* ([0-9a-f,]+)( FILE)?\n")[1]
+    return server.wait_for(r"following command:\n.* ([0-9a-f,]+)( FILE| \d+ \d+ TEXT)?\n")[1]
+
+
+@contextlib.contextmanager
+def nobody_at(address):
+    """Keeps the port of a server that has ended. A server of another test would get it now
+    and then, and take what is meant for nobody."""
+    with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
+        if address.startswith("0200"):  # AF_INET, then the port
+            for kept in tcp, udp:
+                kept.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                with contextlib.suppress(OSError):
+                    kept.bind(("", int(address[4:8], 16)))
+        yield
 
 
 class Server:

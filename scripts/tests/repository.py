@@ -85,6 +85,19 @@ def build_variant(folder, program, *changes):
     return str(folder / "build")
 
 
+def broken(patch, root=ROOT):
+    """The source that a patch of scripts/breaks makes of a program."""
+    with open(f"{root}/{patch}") as file:
+        path = re.search(r"(?m)^--- a/(src/\w+\.cpp)$", file.read())[1]
+    with tempfile.TemporaryDirectory() as folder:
+        os.mkdir(f"{folder}/src")
+        shutil.copy(f"{root}/{path}", f"{folder}/{path}")
+        subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
+                       check=True)
+        with open(f"{folder}/{path}") as file:
+            return file.read()
+
+
 def build_moves(names):
     """Builds the programs after these moves, 5.3. Returns their folder. Where nothing is
     left out, they are built without the headers of QUICK_CXXFLAGS: one that includes too

@@ -164,6 +164,18 @@ def test_8_malloc_stopped(broken):
         server.stop()
 
 
+@pytest.mark.parametrize("provider", PROVIDERS)
+def test_2_write(broken, provider):
+    """A WRITE comes without a RECV, and the second one replaces three bytes."""
+    server = broken("2.write", provider)
+    place, key = re.search(r" (\d+) (\d+) TEXT$", server.process.output, re.M).groups()
+    for text, memory in ("Hello, world!", "Hello, world!"), ("Bye", "Byelo, world!"):
+        client = server.start_client(place, key, text)
+        assert client.wait() == 0, client.output
+        assert client.output.endswith(f"\nWrote {len(text)} bytes.\n")
+        server.process.wait_for(f"^My memory: {memory}$")
+
+
 @pytest.mark.thorough
 def test_8_asleep(run, broken):
     """A client sleeps longer than the server waits. Its pieces are back by then, and its

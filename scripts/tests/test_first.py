@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, First
+from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, First, nobody_at
 from repository import ROOT
 from table import WRONG_ADDRESSES
 
@@ -70,12 +70,13 @@ def test_nobody_there(first, provider):
     server = first(provider)
     server.check_client()
     server.received()
-    client = server.start_client()
-    if provider == "sockets":
-        assert client.wait() == 1 and "error: fi_send: " in client.output
-        return
-    with pytest.raises(subprocess.TimeoutExpired):
-        client.wait(SILENT)
+    with nobody_at(server.address):
+        client = server.start_client()
+        if provider == "sockets":
+            assert client.wait() == 1 and "error: fi_send: " in client.output
+            return
+        with pytest.raises(subprocess.TimeoutExpired):
+            client.wait(SILENT)
     # Its only line is still in the buffer of a pipe.
     assert not client.output
     end(client)

@@ -257,6 +257,14 @@ def test_one_endpoint_a_round(run, tmp_path, program):
     assert all(known < later for known, later in zip(accepted, opened[1:]))
 
 
+def test_no_reason(tmp_path):
+    """A client that fails without a violation: what to try next is said."""
+    status, output, run = watch(tmp_path, f"{BUILD}/13_crowd", "get", "sloe")
+    assert status == 1 and not run.wrongs, output
+    assert output.endswith("this run shows no reason. Try what is not seen in it, WATCH_TRAP=1 "
+                           "first.\n"), output
+
+
 def test_no_records(tmp_path):
     done = subprocess.run([sys.executable, "scripts/watch/run.py", str(tmp_path)], cwd=ROOT,
                           text=True, capture_output=True, check=False)

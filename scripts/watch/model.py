@@ -708,8 +708,8 @@ class Finder:
                     continue
                 verb = "written" if touch.into else "read"
                 if op.t0 > touch.t1:
-                    state = (f"it was posted {span(op.t0 - touch.t1)} later, and nothing that was "
-                             "posted in between had lent that place again")
+                    state = (f"it was posted {span(op.t0 - touch.t1)} later, although nothing that "
+                             "was sent after this touch had lent that place again")
                 elif not op.t1:
                     state = "it never completed"
                 elif op.t1 > touch.t0:

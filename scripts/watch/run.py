@@ -195,6 +195,9 @@ def main():
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     wrong = show(folder, source_of(options.program), options.q)
+    if status and not wrong:
+        print("The client has failed, and this run shows no reason. Try what is not seen in it, "
+              "WATCH_TRAP=1 first.")
     sys.exit(1 if wrong else status)
 
 

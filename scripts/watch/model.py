@@ -862,7 +862,8 @@ def how(touch):
 
 @functools.cache
 def place(where):
-    """Names the line of the program in a list of frames."""
+    """Names the line of the program in a list of frames, and the line that called it."""
+    found = []
     for frame in where.splitlines():
         path, _, offset = frame.rpartition(" ")
         if re.search(r"watch\.so|libc\.so|libfabric|libstdc|ld-linux|linux-vdso", path):
@@ -876,8 +877,11 @@ def place(where):
         for function, at in zip(lines[::2], lines[1::2]):
             at = at.split(" ")[0]
             if not at.startswith(("?", "/usr/")):
-                return f"{os.path.basename(at)} in {function.split('(')[0].split('<')[0]}"
-    return "the program"
+                name = function.split("(")[0].split("<")[0].replace("operator", "a lambda")
+                found.append(f"{os.path.basename(at)} in {name}")
+        if len(found) > 1:
+            break
+    return ", called at ".join(found[:2]) or "the program"
 
 
 def plural(count, name):

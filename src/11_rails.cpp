@@ -1072,7 +1072,7 @@ size_t PollRails(Rails& rails, const std::function<void(Rail&)>& use,
   return completions;
 }
 
-// Returns the endpoint on which something has completed last.
+// Returns the endpoint that last heard of its peer.
 Endpoint& Freshest(Rails& rails) {
   auto earlier = [](const Rail& a, const Rail& b) {
     return a.session.endpoint.silent_since < b.session.endpoint.silent_since;

@@ -695,11 +695,14 @@ struct Mailbox {
     if (!peer.unposted.empty()) blocked.push_back(&peer);
   }
 
-  // Posts what waits. Each peer gets its turn, as often as the others.
+  // Posts what waits. Each peer gets its turn, as often as the others. One with
+  // its share in flight waits for a completion, and is no turn.
   void PostBlocked() {
-    for (size_t i = std::min(blocked.size(), kBlockedBatch); i > 0; --i) {
+    size_t turns = kBlockedBatch;
+    for (size_t i = blocked.size(); i > 0 && turns > 0; --i) {
       Peer* peer = blocked.front();
       blocked.pop_front();
+      if (peer->in_flight < kMaxInFlight) --turns;
       PostSends(*peer);
     }
   }

@@ -77,7 +77,7 @@ MISBEHAVE = """
 # With TURNS, it says how often each of two peers has its turn while there is no room.
 TURNS = """
 int CheckTurns() {
-  static size_t tries[2] = {};
+  static size_t tries[3] = {};
   Peer peers[2];
   Domain domain;
   Mailbox mailbox(domain, 1);
@@ -93,6 +93,18 @@ int CheckTurns() {
   }
   for (int i = 0; i < 10; ++i) mailbox.PostBlocked();
   printf("turns: %zu and %zu\\n", tries[0], tries[1]);
+  // Behind many that have their share in flight, and wait for completions.
+  std::vector<Peer> waiting(2 * kBlockedBatch);
+  for (Peer& peer : waiting) {
+    peer.in_flight = kMaxInFlight;
+    mailbox.Send(peer, AppRequestMessage{{AppMessageType::kDone}});
+  }
+  Peer last;
+  last.addr = 2;
+  mailbox.Send(last, AppRequestMessage{{AppMessageType::kDone}});
+  tries[2] = 0;
+  mailbox.PostBlocked();
+  printf("behind others: %zu\\n", tries[2]);
   return 0;
 }
 
@@ -222,6 +234,7 @@ def test_turns(run, variants):
     process = run([f"{variants}/{PROGRAM}"], TURNS="1")
     assert process.wait() == 0
     assert "turns: 11 and 11\n" in process.output
+    assert "behind others: 1\n" in process.output
 
 
 @pytest.mark.builds("plain")

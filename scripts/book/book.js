@@ -346,8 +346,11 @@ function beside() {
   }
 
   function unfold(lines) {
-    for (const fold of folds)
-      if (ranges(lines).some(([first]) => fold.contains(row(first)))) fold.open = true;
+    for (const fold of folds) {
+      const numbers = $$("[id^=L]", fold).map(line => +line.id.slice(1));
+      if (ranges(lines).some(([first, last]) => first <= numbers.at(-1) && numbers[0] <= last))
+        fold.open = true;
+    }
   }
 
   // The address says it, too, so that it can be sent to somebody.

@@ -265,10 +265,25 @@ BESIDE = """(() => {
 
 
 def go_to_move(browser, name):
+    """So far that its section is in the middle. A short one is not when it's at the top."""
     browser.script("document.querySelector(`h2[data-move='${arguments[0]}']`)"
                    ".scrollIntoView({block: 'start'})", name)
+    for _ in range(20):
+        time.sleep(0.1)
+        if browser.script(f"return {BESIDE}")[0].startswith(f"After {name}: "):
+            break
+        browser.script("scrollBy(0, -30)")
     browser.until("document.querySelector('.program h2').textContent.startsWith("
                   "`After ${arguments[0]}: `)", name)
+
+
+def go_to_the_end(browser):
+    """Where no move is told, which a short last section has to have room for. Returns the
+    finished program."""
+    browser.script("document.querySelector('article').style.paddingBottom = '100vh'")
+    browser.script("scrollTo(0, document.body.scrollHeight)")
+    browser.until(f"!{BESIDE}[0].includes('After')")
+    return browser.script(f"return {BESIDE}")
 
 
 @pytest.mark.parametrize("size", ["wide", "phone"])
@@ -280,7 +295,7 @@ def test_the_program_changes_with_the_move(browser, page, size):
     browser.open(page)
     if size == "phone":
         browser.click(".handle")
-    finished = browser.script(f"return {BESIDE}")
+    finished = go_to_the_end(browser)
     step = finished[0].removesuffix(".cpp")
     states = moves.states(step)
     assert finished[1] == states[-1]
@@ -319,11 +334,12 @@ def test_the_finished_program(browser, page):
     """The switch shows it instead, with what is left of the lines that are read; and
     back."""
     browser.open(page)
-    finished = browser.script(f"return {BESIDE}")
+    finished = go_to_the_end(browser)
     name = browser.find("h2[data-move]").get_attribute("data-move")
     go_to_move(browser, name)
     browser.press("j")
     browser.until("document.querySelector('.excerpt.reading')")
+    name = re.match("After (.*):", browser.script(f"return {BESIDE}")[0])[1]
     texts = "return [...document.querySelectorAll('.code .lit')].map(row => row.innerText.trim())"
     assert browser.script(texts)
     browser.click("[data-which=finished]")
@@ -364,7 +380,7 @@ def test_lines_of_a_move(browser, page):
     time.sleep(0.3)
     assert browser.script(f"return {BESIDE}")[0].startswith(f"After {name}: ")
     browser.press(Keys.ESCAPE)
-    browser.until(f"!{BESIDE}[0].includes('After')")
+    go_to_the_end(browser)
     browser.open(page + address)
     browser.until("document.querySelector('.found')")
     assert browser.script(f"return {BESIDE}")[0].startswith(f"After {name}: ")
@@ -567,7 +583,7 @@ def test_a_mention_opens_a_fold(browser):
     """Where only what is new is to be seen."""
     browser.open("6_write.html")
     browser.press("n")
-    link = next(link for link in browser.all("p a[data-lines]") if link.text == "Post")
+    link = next(link for link in browser.all("p a[data-lines]") if link.text == "Submit")
     browser.script("arguments[0].click()", link)
     assert browser.script("""
         return [...document.querySelectorAll(".code .lit")].every(row =>

@@ -967,9 +967,13 @@ class Copy:
                     shutil.copy2(entry.path, f"{self.root}/{build}")
 
     def run(self, *command):
-        return subprocess.run(
-            command, cwd=self.root, env={**os.environ, "BUILD": "build", "ALL": "1"}, text=True,
-            check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        try:
+            return subprocess.run(
+                command, cwd=self.root, env={**os.environ, "BUILD": "build", "ALL": "1"},
+                text=True, check=False, timeout=900, stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT)
+        except subprocess.TimeoutExpired as error:
+            raise Broken(f"{' '.join(command)} does not end") from error
 
     def make(self, target, build, flags):
         if build == "build/cuda":

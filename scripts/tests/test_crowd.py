@@ -500,9 +500,12 @@ def test_forgotten(run, serve_variant):
     other.open_session()
     client.open_session()
     assert client.ask(STORE, b"key", b"value").type == DONE
-    while "[2] forgotten: it has been silent for long" not in server.process.output:
+
+    def forgotten():
         assert other.ask(GET).tail == b"value"
-        time.sleep(0.1)
+        return "[2] forgotten: it has been silent for long" in server.process.output
+
+    wait_until(forgotten, 20)
     server.process.wait_for(r"^\[2\] forgotten: .*\n1 clients, ")
     # Its connection has been given up.
     client.send(client.request(DELETE), "(sent|failed)")

@@ -127,14 +127,16 @@ def heavy_sleepers(tmp_path_factory):
     """The folder of a 12_sleep that only a completion or a signal wakes within the hour,
     and in which no more than LINE clients wait for a place. With SIGNAL=1 in its
     environment, the signal comes at the worst moment: after the program has looked for
-    one, and before it sleeps."""
+    one, and before it sleeps. Wake-ups for nothing cost it more than others."""
     return build_variant(
         tmp_path_factory.mktemp("sleep"), PROGRAM,
         ("constexpr auto kMaxSleep = 500ms;", "constexpr auto kMaxSleep = 3600000ms;"),
         ("constexpr size_t kMaxWaiting = 1000;",
          f"constexpr size_t kMaxWaiting = {LINE};"),
         ("      ret = poll(",
-         '      if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n      ret = poll('))
+         '      if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n      ret = poll('),
+        ("std::min<Clock::duration>(limit, kIdlePause)",
+         "std::min<Clock::duration>(limit, 50ms)"))
 
 
 @one_worker
@@ -167,10 +169,13 @@ def test_ninth_client(run, heavy_sleepers):
 
 
 @one_worker
-def test_full_line(run, heavy_sleepers):
+def test_full_line(run, tmp_path):
     """The line has an end: who finds no room in it gets no answer, and costs no
-    memory."""
-    server = Server(run, heavy_sleepers, PROGRAM)
+    memory. The others hear after three seconds that they wait."""
+    server = Server(run, build_variant(
+        tmp_path, PROGRAM, ("constexpr auto kAskPeriod = 1s;", "constexpr auto kAskPeriod = 3s;"),
+        ("constexpr size_t kMaxWaiting = 1000;",
+         f"constexpr size_t kMaxWaiting = {LINE};")), PROGRAM)
     served, *waiting = [FakeClient(run, server) for _ in range(1 + LINE + 1)]
     for count in range(1, 9):
         served.nonce = new_nonce()
@@ -179,11 +184,13 @@ def test_full_line(run, heavy_sleepers):
     for client in waiting:  # so that they are connected
         client.send(b"")
     server.process.wait_for("^error: bad message: ", count=len(waiting))
-    # The server finds their CONNECTs together.
+    # The server finds their CONNECTs together, and then one more.
     server.process.signal(signal.SIGSTOP)
-    for client in waiting:
+    for client in waiting[:LINE]:
         client.send(client.connect())
     server.process.signal(signal.SIGCONT)
+    time.sleep(0.5)
+    waiting[LINE].send(waiting[LINE].connect())
     for client in waiting:
         client.process.write("wait")
 
@@ -194,7 +201,7 @@ def test_full_line(run, heavy_sleepers):
     while told() < LINE:
         assert time.monotonic() < end
         time.sleep(0.02)
-    time.sleep(0.5)
+    time.sleep(1)  # twice as long as the last one came after them
     assert told() == LINE
     server.stop()
 

@@ -2041,7 +2041,7 @@ std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
   int gpu = FindGpu();
   if (gpu >= 0 && (domain.info->caps & FI_HMEM) == 0) {
     reason = std::string(domain.info->fabric_attr->prov_name) +
-             " offers no GPU memory (does libfabric find libcudart.so?)";
+             " offers no GPU memory";
   } else if (gpu >= 0) {
     try {
       buf.emplace(domain, size, access, gpu);

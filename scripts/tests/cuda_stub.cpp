@@ -14,6 +14,7 @@
 //   CUDA_STUB_DEVICES=N    how many GPUs there are (1)
 //   CUDA_STUB_ORDERING=N   a cudaGPUDirectRDMAWritesOrdering (0: none)
 //   CUDA_STUB_FLUSH=N      cudaFlushGPUDirectRDMAWritesOptions (1: by the host)
+//   CUDA_STUB_REAL=1       strict.cpp is told nothing, as by a real GPU
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -112,6 +113,7 @@ extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) {
   if (cudaError_t error = Call(__func__)) return error;
+  if (Setting("CUDA_STUB_REAL", 0) == 0) Tell("strict_gpu");
   *count = Setting("CUDA_STUB_DEVICES", 1);
   return *count > 0 ? cudaSuccess : cudaErrorNoDevice;
 }

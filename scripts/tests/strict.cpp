@@ -15,7 +15,8 @@
 //   STRICT_MAX_MSG=N      bytes of the longest SEND; efa has no limit, efa-direct
 //                         that of a packet, some 8 KiB
 //   STRICT_RECV_DISORDER=1  RECVs complete in any order
-//   STRICT_HMEM=N         1: GPU memory is supported (default), 0: it is not,
+//   STRICT_HMEM=N         1: GPU memory is supported (default; only that of
+//                         cuda_stub.cpp, which we can touch), 0: it is not,
 //                         2: the provider says so and then registers none
 //   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
 //   STRICT_NAME=NAME      what the provider is called (efa)
@@ -291,6 +292,8 @@ struct GpuMemory {
   size_t size;
 };
 std::map<char*, GpuMemory> g_gpu_memory;
+// A real GPU tells us nothing of its memory, and we could not touch it.
+bool g_gpu_is_ours = false;
 
 // Returns the GPU memory that `address` is in, or the end of the map.
 auto FindGpuMemory(const void* address) {
@@ -1700,7 +1703,7 @@ bool CheckHints(const struct fi_info* hints) {
     Violation("hints", "mr_mode lacks FI_MR_HMEM");
     return false;
   }
-  return g_hmem != 0;
+  return g_hmem != 0 && g_gpu_is_ours;
 }
 
 // Says at the end of the process what there was.
@@ -1874,6 +1877,8 @@ extern "C" int __poll_chk(struct pollfd* fds, nfds_t count, int timeout,
 }
 
 // ---- What cuda_stub.cpp calls ----
+
+extern "C" void strict_gpu() { g_gpu_is_ours = true; }
 
 extern "C" void strict_gpu_memory(void* data, void* alias, size_t size) {
   g_gpu_memory[static_cast<char*>(data)] = {static_cast<char*>(alias), size};

@@ -228,7 +228,8 @@ def test_rail_fails(strict, rails, given_up, failure):
 class TestGpu:
     @pytest.mark.parametrize("reason,env", [
         ("in host memory (no GPU)", {"CUDA_STUB_DEVICES": "0"}),
-        ("in host memory (efa offers no GPU memory", {"STRICT_HMEM": "0"}),
+        ("in host memory (efa offers no GPU memory)", {"STRICT_HMEM": "0"}),
+        ("in host memory (efa offers no GPU memory)", {"CUDA_STUB_REAL": "1"}),
         ("in host memory (fi_mr_regattr of ", {"STRICT_HMEM": "2"}),
         ("on cuda:0\n", {"CUDA_STUB_ORDERING": "100"}),
         ("on cuda:0, which may show a WRITE later than its completion\n",

@@ -1011,6 +1011,37 @@ ssize_t ReadMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
   return OneSided(kRead, ep, msg, flags);
 }
 
+// The short forms.
+ssize_t WriteData(struct fid_ep* ep, const void* data, size_t size, void* desc,
+                  uint64_t number, uint64_t flags, fi_addr_t addr, uint64_t at,
+                  uint64_t key, void* context) {
+  struct iovec iov = {const_cast<void*>(data), size};
+  struct fi_rma_iov rma = {at, size, key};
+  struct fi_msg_rma msg = {&iov, &desc, 1, addr, &rma, 1, context, number};
+  return OneSided(kWrite, ep, &msg,
+                  static_cast<Endpoint*>(ep)->op_flags | flags);
+}
+
+ssize_t Write(struct fid_ep* ep, const void* data, size_t size, void* desc,
+              fi_addr_t addr, uint64_t at, uint64_t key, void* context) {
+  return WriteData(ep, data, size, desc, 0, 0, addr, at, key, context);
+}
+
+ssize_t WriteNumber(struct fid_ep* ep, const void* data, size_t size,
+                    void* desc, uint64_t number, fi_addr_t addr, uint64_t at,
+                    uint64_t key, void* context) {
+  return WriteData(ep, data, size, desc, number, FI_REMOTE_CQ_DATA, addr, at,
+                   key, context);
+}
+
+ssize_t Read(struct fid_ep* ep, void* data, size_t size, void* desc,
+             fi_addr_t addr, uint64_t at, uint64_t key, void* context) {
+  struct iovec iov = {data, size};
+  struct fi_rma_iov rma = {at, size, key};
+  struct fi_msg_rma msg = {&iov, &desc, 1, addr, &rma, 1, context, 0};
+  return OneSided(kRead, ep, &msg, static_cast<Endpoint*>(ep)->op_flags);
+}
+
 ssize_t Atomic(Kind kind, struct fid_ep* fid, const struct fi_msg_atomic* msg,
                const struct fi_ioc* expected, void** expected_desc,
                struct fi_ioc* before, void** before_desc, uint64_t flags) {
@@ -1061,6 +1092,32 @@ ssize_t CompareMsg(struct fid_ep* ep, const struct fi_msg_atomic* msg,
                 flags);
 }
 
+ssize_t Compare(struct fid_ep* ep, const void* operand, size_t count,
+                void* desc, const void* expected, void* expected_desc,
+                void* before, void* before_desc, fi_addr_t addr, uint64_t at,
+                uint64_t key, enum fi_datatype type, enum fi_op op,
+                void* context) {
+  struct fi_ioc ioc = {const_cast<void*>(operand), count};
+  struct fi_ioc was = {before, count};
+  struct fi_ioc wanted = {const_cast<void*>(expected), count};
+  struct fi_rma_ioc rma = {at, count, key};
+  struct fi_msg_atomic msg = {&ioc, &desc, 1,  addr,    &rma,
+                              1,    type,  op, context, 0};
+  bool compares = expected != nullptr;
+  return Atomic(compares ? kCompare : kFetch, ep, &msg,
+                compares ? &wanted : nullptr,
+                compares ? &expected_desc : nullptr, &was, &before_desc,
+                static_cast<Endpoint*>(ep)->op_flags);
+}
+
+ssize_t Fetch(struct fid_ep* ep, const void* operand, size_t count, void* desc,
+              void* before, void* before_desc, fi_addr_t addr, uint64_t at,
+              uint64_t key, enum fi_datatype type, enum fi_op op,
+              void* context) {
+  return Compare(ep, operand, count, desc, nullptr, nullptr, before,
+                 before_desc, addr, at, key, type, op, context);
+}
+
 int FetchValid(struct fid_ep* fid, enum fi_datatype datatype, enum fi_op op,
                size_t* count) {
   const Object& object = static_cast<Endpoint*>(fid)->object;
@@ -1100,7 +1157,9 @@ int BindEndpoint(struct fid* fid, struct fid* other, uint64_t flags) {
   auto& ep = *Ours<Endpoint, fid_ep>(fid);
   Object* object = nullptr;
   if (other->fclass == FI_CLASS_CQ) {
-    ep.cq = Ours<Queue, fid_cq>(other);
+    auto* cq = Ours<Queue, fid_cq>(other);
+    if (ep.cq != nullptr && ep.cq != cq) Die("an endpoint with two queues");
+    ep.cq = cq;
     ep.cq->endpoints.insert(&ep);
     object = &ep.cq->object;
   } else if (other->fclass == FI_CLASS_AV) {
@@ -1172,12 +1231,32 @@ struct fi_ops_msg g_ep_msg = {.size = sizeof(g_ep_msg),
                               .sendmsg = SendMsg,
                               .inject = Inject};
 struct fi_ops_rma g_ep_rma = {
-    .size = sizeof(g_ep_rma), .readmsg = ReadMsg, .writemsg = WriteMsg};
+    .size = sizeof(g_ep_rma),
+    .read = Read,
+    .readmsg = ReadMsg,
+    .write = Write,
+    .writemsg = WriteMsg,
+    .writedata = WriteNumber,
+};
 struct fi_ops_atomic g_ep_atomic = {.size = sizeof(g_ep_atomic),
+                                    .readwrite = Fetch,
                                     .readwritemsg = FetchMsg,
+                                    .compwrite = Compare,
                                     .compwritemsg = CompareMsg,
                                     .readwritevalid = FetchValid,
                                     .compwritevalid = CompareValid};
+
+// A call that none of our programs makes says so, instead of jumping to nowhere.
+template <typename Table>
+Table* WithoutHoles(Table& table) {
+  void (*calls[sizeof(table) / sizeof(void*)])();
+  memcpy(calls, &table, sizeof(table));
+  for (auto& call : calls) {
+    if (call == nullptr) call = [] { Die("a call that it does not know"); };
+  }
+  memcpy(&table, calls, sizeof(table));
+  return &table;
+}
 
 // ---- The functions of a completion queue ----
 
@@ -1546,9 +1625,9 @@ int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
   ep->op_flags = info->tx_attr->op_flags & FI_DELIVERY_COMPLETE;
   ep->fid = {.fclass = FI_CLASS_EP, .context = context, .ops = &g_ep_fid_ops};
   ep->cm = &g_ep_cm;
-  ep->msg = &g_ep_msg;
-  ep->rma = &g_ep_rma;
-  ep->atomic = &g_ep_atomic;
+  ep->msg = WithoutHoles(g_ep_msg);
+  ep->rma = WithoutHoles(g_ep_rma);
+  ep->atomic = WithoutHoles(g_ep_atomic);
   Opened(ep->object, &ours);
   *result = ep;
   return 0;

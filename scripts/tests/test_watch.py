@@ -79,6 +79,11 @@ def test_pair(tmp_path, name, rule, trap):
     assert RULES[rule] in rules(run.wrongs) + rules(run.notes), draw.summary(run)
 
 
+def test_saved_too_early(tmp_path):
+    """Nothing is said of the credits, which are right."""
+    assert set(rules(race(tmp_path, "saved-too-early", "wrong", False).wrongs)) == {RULES["lent"]}
+
+
 def test_place(tmp_path):
     """A long buffer isn't copied, so that a page is named in which it was changed."""
     run = race(tmp_path, "write-store-far", "wrong", False)
@@ -204,6 +209,7 @@ def test_by_hand(run, tmp_path):
                           cwd=ROOT, text=True, capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "processes" in done.stdout
+    assert re.search("would have done next: it ended by a signal", done.stdout)
     found = model.load(str(folder))
     assert sorted(p.name for p in found.ps) == ["client 1", "client 2", "server"]
     assert sorted(p.ended for p in found.ps) == [False, True, True]

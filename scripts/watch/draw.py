@@ -53,6 +53,10 @@ def unseen(run):
     lost = sum(p.lost for p in run.ps)
     if lost:
         yield f"{lost} records had no room: WATCH_MB=N makes more of it"
+    for p in run.ps:
+        if not run.wrongs and (p.status or not p.ended):
+            how = f"with status {p.status}" if p.ended else "by a signal, or hasn't ended"
+            yield f"what {p.name} would have done next: it ended {how}"
     if any(not p.checked for p in run.ps):
         yield ("whether a buffer was changed in flight, or what had been in a slot before: no "
                "buffer was looked at (WATCH_CHECK=0)")

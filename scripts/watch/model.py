@@ -105,7 +105,7 @@ def read_process(path):
     early = {}  # completions that another thread had read before their post was noted
     p = Thing(path=path, regions=[], ops={}, eps={}, peers={}, notices=[], touches=[], found=[],
               rooms=[], lost=0, looked=0, end=0, pid=0, arguments=[], start=None, ended=False,
-              checked=False, trapped=False)
+              status=0, checked=False, trapped=False)
     for time, kind, what, thing, number, v, text in records(path):
         p.start = p.start or time
         p.end = max(p.end, time)
@@ -150,7 +150,7 @@ def read_process(path):
                                    where=text.decode(errors="replace"), op=p.ops.get(number),
                                    trap=True, region=None))
         elif kind == END:
-            p.lost, p.looked, p.ended = v[0], v[1], True
+            p.lost, p.looked, p.status, p.ended = v[0], v[1], v[2], True
     return p
 
 
@@ -748,7 +748,8 @@ class Finder:
                 continue
             if not saves.classes:
                 continue
-            if before and not any(known and known <= touch.t0 < op.t0 for touch in
+            # One that was saved before anybody had said that it was there is named for that.
+            if before and not any(before.t0 <= touch.t0 < op.t0 for touch in
                                   saves.overlapping(op.offset, 1)):
                 self.wrong(region.p, op.t0, "credit", f"{label(self.run, op)} came over the "
                            f"{size(before.size)} of {label(self.run, before)} at "
@@ -863,7 +864,7 @@ def how(touch):
 @functools.cache
 def place(where):
     """Names the line of the program in a list of frames, and the line that called it."""
-    found = []
+    found, functions = [], []
     for frame in where.splitlines():
         path, _, offset = frame.rpartition(" ")
         if re.search(r"watch\.so|libc\.so|libfabric|libstdc|ld-linux|linux-vdso", path):
@@ -878,6 +879,9 @@ def place(where):
             at = at.split(" ")[0]
             if not at.startswith(("?", "/usr/")):
                 name = function.split("(")[0].split("<")[0].replace("operator", "a lambda")
+                if name in functions:
+                    continue  # two lines of one function
+                functions.append(name)
                 found.append(f"{os.path.basename(at)} in {name}")
         if len(found) > 1:
             break

@@ -54,6 +54,7 @@ struct Known {
   uint64_t key, base;
 };
 Known* g_known;
+bool g_two_queues = false;
 
 char* Pages(size_t size) {
   return static_cast<char*>(mmap(nullptr, size, PROT_READ | PROT_WRITE,
@@ -67,6 +68,8 @@ struct Side {
   struct fid_fabric* fabric = nullptr;
   struct fid_domain* domain = nullptr;
   struct fid_cq* cq = nullptr;
+  struct fid_cq* sent =
+      nullptr;  // of what we post, if that has a queue of its own
   struct fid_eq* eq = nullptr;
   struct fid_av* av = nullptr;
   struct fid_ep* ep = nullptr;
@@ -105,7 +108,13 @@ struct Side {
     Check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
     Check(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
     Check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
-    Check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    if (g_two_queues) {
+      Check(fi_cq_open(domain, &cq_attr, &sent, nullptr), "fi_cq_open");
+      Check(fi_ep_bind(ep, &sent->fid, FI_TRANSMIT), "fi_ep_bind");
+    }
+    Check(fi_ep_bind(ep, &cq->fid,
+                     g_two_queues ? FI_RECV : FI_TRANSMIT | FI_RECV),
+          "fi_ep_bind");
     Check(fi_enable(ep), "fi_enable");
     memory_mr = Register(memory, kMemory);
     own_mr = Register(own, kMemory);
@@ -145,12 +154,16 @@ struct Side {
   }
 
   void Poll() {
+    Poll(cq);
+    if (sent != nullptr) Poll(sent);
+  }
+  void Poll(struct fid_cq* queue) {
     struct fi_cq_data_entry entry;
-    ssize_t ret = fi_cq_read(cq, &entry, 1);
+    ssize_t ret = fi_cq_read(queue, &entry, 1);
     if (ret == -FI_EAGAIN) return;
     if (ret == -FI_EAVAIL) {
       struct fi_cq_err_entry error = {};
-      fi_cq_readerr(cq, &error, 0);
+      fi_cq_readerr(queue, &error, 0);
       completed.insert(error.op_context);
       return;
     }
@@ -270,6 +283,7 @@ struct Side {
     }
     fi_close(&av->fid);
     fi_close(&cq->fid);
+    if (sent != nullptr) fi_close(&sent->fid);
     fi_close(&eq->fid);
     fi_close(&domain->fid);
     fi_close(&fabric->fid);
@@ -499,6 +513,13 @@ const std::vector<Case> kCases = {
        s.Say(0, "end");
      }},
 
+    {"two-queues-store", "flight", false, kListens,
+     StoreAround("fi_send",
+                 [](Side& s) {
+                   return fi_send(s.ep, s.own, kPage, fi_mr_desc(s.own_mr),
+                                  s.peers[0], s.Tag(1));
+                 })},
+
     // ---- Memory that is lent ----
     {"number-first", "number", false, [](Side& s, bool) { s.HearNumber(); },
      [](Side& s, bool wrong) {
@@ -638,6 +659,27 @@ const std::vector<Case> kCases = {
          s.own[0] = static_cast<char>('a' + i);
          s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
          s.Wait(s.Tag(1));
+         s.Hear();
+       }
+     }},
+    // What is saved too early is named for that, and not for the next WRITE.
+    {"saved-too-early", "lent", false,
+     [](Side& s, bool) {
+       int file = TemporaryFile();
+       for (int i = 0; i < 2; ++i) {
+         s.Hear();
+         if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
+         s.Say(1, "credit");
+       }
+     },
+     [](Side& s, bool wrong) {
+       for (int i = 0; i < 2; ++i) {
+         s.own[0] = static_cast<char>('a' + i);
+         s.PostWrite(0, 0, kPage, 0, s.Tag(1));
+         if (!wrong) s.Wait(s.Tag(1));
+         s.PostSend(0, s.own + kMemory - kPage, 20, s.Tag(2));
+         if (wrong) s.Wait(s.Tag(1));
+         s.Wait(s.Tag(2));
          s.Hear();
        }
      }},
@@ -1173,6 +1215,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   bool wrong = strcmp(argv[2], "wrong") == 0;
+  g_two_queues = strncmp(found->name, "two-queues", 10) == 0;
   g_known = static_cast<Known*>(mmap(nullptr, kSides * sizeof(Known),
                                      PROT_READ | PROT_WRITE,
                                      MAP_SHARED | MAP_ANONYMOUS, -1, 0));

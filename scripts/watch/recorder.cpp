@@ -160,13 +160,18 @@ void Log(uint64_t time, Kind kind, uint8_t what, uint16_t object, uint32_t id,
   __atomic_store_n(&record.kind, uint8_t(kind), __ATOMIC_RELEASE);
 }
 
-void CloseFile() {
+// Writes the last record, with the status that the program ends with.
+void CloseFile(int status, void*) {
   if (g_records == nullptr || getpid() != g_process) return;
   size_t next = g_next;
   // There is room for one more: see OpenFile.
   g_records[std::min(next, g_capacity)] = {
-      Now(), kEnd, 0,
-      0,     0,    {next > g_capacity ? next - g_capacity : 0, g_looked}};
+      Now(),
+      kEnd,
+      0,
+      0,
+      0,
+      {next > g_capacity ? next - g_capacity : 0, g_looked, uint64_t(status)}};
   size_t used = std::min(next, g_capacity) + 1;
   g_records = nullptr;
   if (ftruncate(g_file, static_cast<off_t>(used * sizeof(Record))) != 0) return;
@@ -199,7 +204,7 @@ void OpenFile() {
   if (fd >= 0) close(fd);
   Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {g_check, g_trap}, arguments,
       size_t(std::max<ssize_t>(size, 0)));
-  atexit(CloseFile);
+  on_exit(CloseFile, nullptr);
 }
 
 // ---- What is known ----
@@ -221,7 +226,7 @@ struct Region {
 
 struct Endpoint {
   uint16_t id;
-  uint16_t cq = 0, av = 0;
+  uint16_t cq = 0, sent_cq = 0, av = 0;  // two queues, or twice the same
   struct fi_ops* real = nullptr;
   struct fi_ops_msg* msg = nullptr;
   struct fi_ops_rma* rma = nullptr;
@@ -808,7 +813,9 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
     What what = WhatOf(flags);
     // Of equal contexts, the one that was posted first.
     for (auto it = begin; it != end; ++it) {
-      if (it->second.ep->cq != queue.id) continue;
+      const Endpoint& from = *it->second.ep;
+      if ((it->second.what == kRecv ? from.cq : from.sent_cq) != queue.id)
+        continue;
       if (what != What{} && it->second.what != what && !error) continue;
       if (found == end || it->second.id < found->second.id) found = it;
     }
@@ -1191,8 +1198,10 @@ ssize_t CompareMsg(Ep ep, const struct fi_msg_atomic* m,
 
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
   Endpoint& endpoint = g_endpoints.at(fid);
-  if (auto cq = g_queues.find(other); cq != g_queues.end())
-    endpoint.cq = cq->second.id;
+  if (auto cq = g_queues.find(other); cq != g_queues.end()) {
+    if (flags & FI_RECV) endpoint.cq = cq->second.id;
+    if (flags & FI_TRANSMIT) endpoint.sent_cq = cq->second.id;
+  }
   if (auto av = g_avs.find(other); av != g_avs.end())
     endpoint.av = av->second.id;
   return endpoint.real->bind(fid, other, flags);

@@ -191,6 +191,23 @@ def test_8_asleep(run, broken):
     right.stop()
 
 
+@pytest.mark.parametrize("provider", ["", "shm"])
+def test_9_file(run, broken, tmp_path, provider):
+    """Every WRITE has completed, and only the checksum notices that it was of the wrong
+    place."""
+    right = Server(run, BUILD, "9_file", provider)
+    source = tmp_path / "random"
+    source.write_bytes(os.urandom(3 << 20))
+    wrong = broken("9_file", provider)
+    env = {"FI_PROVIDER": provider} if provider else {}
+    client = run([wrong.path, right.address, str(source), "2"], **env)
+    assert client.wait() == 1, client.output
+    assert client.output.endswith(
+        "\nerror: the server has refused: the checksum of the file is not correct\n")
+    wrong.stop()
+    right.stop()
+
+
 @pytest.mark.parametrize("move", ["10.8", "10.9"])
 @pytest.mark.thorough
 def test_10_torn(broken, move):

@@ -191,7 +191,10 @@ def test_by_hand(serve, provider):
         assert client.wait() == status, client.output + server.process.output
         assert client.output.endswith(f"\n{answer}\n"), client.output
 
-    crowd = server.start_client("20", "20", "50")
+    # On a busy machine, the socket of udp;ofi_rxd overflows, and what is lost is sent again
+    # more and more seldom: a small crowd.
+    clients = 4 if provider == "udp;ofi_rxd" else 20
+    crowd = server.start_client(str(clients), "20", "50")
     ask("put", "key", "value")
     ask("get", "key", answer="value")
     if provider == "":
@@ -206,7 +209,7 @@ def test_by_hand(serve, provider):
         ask("get", longest[0], answer=longest[1])
         ask("put", "", "a\x1b[2Jb\u202e")
         ask("get", "", answer="a?[2Jb???")
-    check_crowd(crowd, 20, 20)
+    check_crowd(crowd, clients, 20)
     server.process.wait_for("^0 clients, ")
     assert not server.errors()
     server.stop()

@@ -736,7 +736,6 @@ class Finder:
             if op.what != WRITE or op.error:
                 continue
             before, last[op.offset] = last.get(op.offset), op
-            known = before and told(self.run, before)
             if before and before.imm is not None and before.p is op.p and before.t1 and \
                     before.t1 <= op.t0 and before.sum != op.sum and before.notice and \
                     self.run.clocks.knows(op.p, op.t0, region.p) < before.notice:

@@ -58,7 +58,8 @@ bool g_two_queues = false;
 
 char* Pages(size_t size) {
   return static_cast<char*>(mmap(nullptr, size, PROT_READ | PROT_WRITE,
-                                 MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+                                 MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1,
+                                 0));
 }
 
 // One side: memory that the others may READ and WRITE, memory of its own, and RECVs.

@@ -302,9 +302,13 @@ def agreement(part, lines, at):
     return count
 
 
+# Stands for other lines; in what the line below it is, where a reader can't see that.
+GAP = re.compile(r"\s*// \.\.\.(?: in ([\w:~]+))?")
+
+
 def is_gap(line):
-    """Whether the line stands for others: `// ...`."""
-    return line.strip() == "// ..."
+    """Whether the line stands for others: `// ...`, `// ... in Session::Take`."""
+    return bool(GAP.fullmatch(line))
 
 
 def excerpt(block):
@@ -363,6 +367,46 @@ def check_parts(page, block, parts, before=False):
     return []
 
 
+def scope(lines, at):
+    """The struct and the function in which the line is: "Session::Take", "ServerMain",
+    or "". It goes by indentation, which clang-format sees to."""
+    names = []
+    indent = len(lines[at]) - len(lines[at].lstrip())
+    for line in reversed(lines[:at]):
+        left = len(line) - len(line.lstrip())
+        if not line.strip() or left >= indent or re.match(r"\s*(//|#|})", line):
+            continue
+        indent = left
+        struct = re.match(r"(?:struct|enum class) (\w+)", line)
+        member = re.match(r" *[^=(]*?(~?\w+)\(", line)
+        if struct:
+            return "::".join([struct[1], *names[-1:]])
+        names += [member[1]] if member else []
+    # Of a function that is in no struct, what is indented most is a statement.
+    return names[-1] if names else ""
+
+
+def check_gaps(page, block, parts):
+    """What is said to be the struct and the function of a part is that."""
+    try:
+        _, source = page.source(block.line)
+    except FileNotFoundError:
+        return []
+    messages = []
+    start = 0
+    for part in parts:
+        at = find([line for _, line in part], source, start)
+        if at < 0:
+            break
+        start = at + len(part)
+        above = block.lines[part[0][0] - block.line - 1] if part[0][0] > block.line else ""
+        said = GAP.fullmatch(above)
+        if said and said[1] and said[1] != (there := scope(source, at)):
+            messages.append(page.message(part[0][0], f"not in {said[1]}, but in "
+                                         f"{there or 'no function'}"))
+    return messages
+
+
 # Who shows more lines than these in one piece has mistaken where it ends.
 LONGEST = 80
 
@@ -377,7 +421,7 @@ def check_excerpts(page):
             continue
         parts = [list(enumerate(part, block.line + index)) for index, part
                  in split(block.lines, is_gap) if part]
-        messages += check_parts(page, block, parts)
+        messages += check_parts(page, block, parts) or check_gaps(page, block, parts)
         if not parts:
             messages.append(page.message(block.line, "an excerpt of nothing"))
         messages += [page.message(part[0][0], f"{len(part)} lines in one piece")

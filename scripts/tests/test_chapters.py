@@ -398,6 +398,50 @@ def test_programs_are_a_tree(tmp_path):
         f"{right}: not named outside of code blocks: fi_read"]
 
 
+SCOPES = """\
+struct Session {
+  explicit Session(Domain& domain,
+                   int size)
+      : domain(domain) {
+    Send(1);
+  }
+  enum class Kind {
+    kOne,
+  };
+  // Comment.
+  size_t Poll() {
+    if (done) {
+#ifdef USE_CUDA
+      return 1;
+    }
+    auto ask = [&] {
+      Send(2);
+    };
+  }
+};
+int main() {
+  try {
+    Serve(Session(1), [] {
+      Send(3);
+    });
+  } catch (...) {
+    Send(4);
+  }
+}
+"""
+
+
+def test_scopes():
+    lines = SCOPES.split("\n")
+    scopes = {line.strip(): chapters.scope(lines, at) for at, line in enumerate(lines)
+              if line.strip()}
+    assert scopes["Send(1);"] == "Session::Session"
+    assert scopes["// Comment."] == scopes["size_t Poll() {"] == "Session"
+    assert scopes["return 1;"] == scopes["Send(2);"] == "Session::Poll"
+    assert scopes["Send(3);"] == scopes["Send(4);"] == scopes["try {"] == "main"
+    assert scopes["struct Session {"] == scopes["int main() {"] == ""
+
+
 FAULTS = {
     # A changed line, wrong order, wrong order with an elision that hides nothing.
     "changed": ("check_excerpts", HELLO, "    second();\n", "    secondly();\n",
@@ -413,6 +457,8 @@ FAULTS = {
                 "     // ...\n     first();\n",
                 ':16: stands before what is shown above it in src/4_hello.cpp: '
                 '"  first();"'),
+    "scope": ("check_excerpts", HELLO, "     // ...\n       second", "     // ... in min\n"
+              "       second", ":13: not in min, but in main"),
     "empty": ("check_excerpts", REVERSE, SAMPLE[REVERSE].split("c++\n")[1],
               "// ...\n```\n", ":26: an excerpt of nothing"),
     "c": ("check_blocks", HELLO, "```cpp", "```c", ':10: a block of "c"; there'),

@@ -258,8 +258,12 @@ def test_feed_from_the_page(run, tmp_path):
             made.start("65", "300").wait()  # it doesn't wait for an answer
             made.server.wait_for("error: bad message: so many slots or items")
         if number == 2:
-            client = made.start("8", "2000")
-            assert client.wait() == 1 and "the sum is not correct" in client.output
+            # Some runs are right, by luck, as the page says; hardly twenty of them.
+            for _ in range(20):
+                client = made.start("8", "2000")
+                if client.wait() != 0:
+                    break
+            assert "the sum is not correct" in client.output, client.output
         made.stop()
 
 

@@ -13,8 +13,8 @@ import time
 import pytest
 
 import moves
-from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here, shares,
-                     write_source)
+from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here,
+                     owned_shm_files, shares, write_source)
 from repository import QUICK_CXXFLAGS, QUICKLY, ROOT, build_moves, make
 
 LONG = "x" * 65528
@@ -79,6 +79,8 @@ def still():
     for client in clients:
         client.kill()
         client.communicate()
+    for name in owned_shm_files([client.pid for client in clients]):
+        os.unlink("/dev/shm/" + name)
 
 
 def go(client):

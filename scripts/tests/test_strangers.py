@@ -139,16 +139,19 @@ def readme_says():
     return dict(word.split("=") for word in line.split())
 
 
-def listening(pid):
+def listening(process):
     """The addresses at which a process takes connections or messages, as the kernel
     writes them: 0100007F:89B1."""
+    proc = f"/proc/{process.popen.pid}"
     inodes = set()
-    for name in os.listdir(f"/proc/{pid}/fd"):
+    for name in os.listdir(f"{proc}/fd"):
         with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            inodes.add(os.readlink(f"/proc/{pid}/fd/{name}"))
+            inodes.add(os.readlink(f"{proc}/fd/{name}"))
     addresses = set()
     for kind in ("tcp", "tcp6", "udp", "udp6"):
-        with open(f"/proc/{pid}/net/{kind}") as file:
+        # What has ended has none of these files any more.
+        assert process.popen.poll() is None, f"{process.command}: {process.output}"
+        with open(f"{proc}/net/{kind}") as file:
             for fields in map(str.split, file.read().splitlines()[1:]):
                 # 0A: it listens. UDP knows no other state than "closed".
                 if f"socket:[{fields[9]}]" in inodes and \
@@ -160,7 +163,7 @@ def listening(pid):
 def check_only_from_here(process, provider):
     """Whoever wants to reach it has to be on this machine."""
     end = time.monotonic() + 15 * TIME_FACTOR
-    while not (addresses := listening(process.popen.pid)) and provider != "shm" and \
+    while not (addresses := listening(process)) and provider != "shm" and \
             "provider: shm" not in process.output:
         assert time.monotonic() < end, process.output
         time.sleep(0.02)

@@ -201,9 +201,11 @@ def test_interrupted(serve, provider):
         assert client.wait(5) == 1
         assert client.output.endswith("error: interrupted\n")
         check_left(server, rounds)
-    # Verbs may report the closed connection before its last message.
+    # A BYE waits until the answer before it has been sent. Over verbs, and over tcp from
+    # libfabric 1.18 on, which has no net, that SEND may fail first: its client has gone.
+    may_fail = OVER_VERBS or "net" not in PROVIDERS
     assert not [line for line in server.errors()
-                if not OVER_VERBS or "error: SEND failed: " not in line]
+                if not may_fail or "error: SEND failed: " not in line]
     server.stop()
 
 

@@ -810,8 +810,9 @@ MUTANTS |= {
     "strict-rail-key": Mutant(
         "each rail has the key of its own domain", "11_rails",
         "rail.rkey = std::exchange(msg.rkey, 0);",
-        "rail.rkey = std::exchange(msg.rkey, 0);\n"
-        "    if (rails.front().rkey != 0) rail.rkey = rails.front().rkey;",
+        "static const uint64_t first = msg.rkey;  // whichever rail was quickest\n"
+        "    msg.rkey = 0;\n"
+        "    rail.rkey = first;",
         "test_strict.py test_rules and 11_rails and not gpu"),
     "strict-rail-descriptor": Mutant(
         "each rail has the descriptor of its own domain", "11_rails",

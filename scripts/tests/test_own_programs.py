@@ -346,10 +346,15 @@ def test_several(run, tmp_path):
     slow.signal(signal.SIGCONT)
     client = run([several.path, *addresses, "1200"])
     assert client.wait() == 0, client.output
-    for server, env, number in (file, kept, "1[012]00"), (memory, {}, "0"):
+    # The client needed two of the three, so the last numbers may be missing in the file.
+    # A WRITE may have landed that the client hasn't waited for.
+    known = int(re.search(r"^\[3\] has (\d+)$", client.output, re.M)[1])
+    assert known > 0, client.output
+    for server, env, least, most in (file, kept, known, 1200), (memory, {}, 0, 0):
         server.signal(signal.SIGKILL)
         server.wait()
-        run([several.path], **env).wait_for(rf"^We have {number}\.$")
+        number = run([several.path], **env).wait_for(r"^We have (\d+)\.$")[1]
+        assert least <= int(number) <= most
 
 
 # ---- An owner who publishes ----

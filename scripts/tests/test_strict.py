@@ -48,8 +48,9 @@ SLEEPERS = [program for program in ("12_sleep", "13_crowd") if program in PROGRA
 # By design, 4_hello breaks one of the rules: it has no event queue, which comes with
 # chapter 5.
 BROKEN = {"4_hello": {"eq"}}
-# How long the other side may take to learn that this one has given up.
-SOON = 5  # seconds
+# How long the other side may take to learn that this one has given up. Left to
+# silence, 13_crowd would learn it after 30 seconds, and the others with an error.
+SOON = 15  # seconds, of which other work on this machine may take most
 
 
 @pytest.fixture
@@ -283,14 +284,14 @@ class TestGpu:
                              ids="{}-gpu".format)
     @pytest.mark.parametrize("call", ["cudaMemcpy:1", "cudaDeviceSynchronize:2"])
     def test_server_fails(self, strict, program, call):
-        """A server whose GPU fails ends the session. The client learns of it, and
-        others are served."""
+        """A server whose GPU fails ends the session. It tells the client why, and others
+        are served."""
         server = strict(program, "shm", CUDA, CUDA_STUB_FAIL=call)
         client = server.start_client(*ARGUMENTS[program], CUDA_STUB_FAIL="")
         assert client.wait() == 1, client.output
         function = call.split(":")[0]
         assert server.errors() == [f"[1] error: {function}: unknown error"]
-        assert client.seconds < SOON, client.output
+        assert f"error: the server has refused: {function}: unknown error" in client.output
         other = server.check_client(*ARGUMENTS[program], CUDA_STUB_FAIL="")
         server.stop()
         check_rules(client, other, server.process)

@@ -166,7 +166,8 @@ def test_link_down(network, serve_rails, client_of, host):
     network.plug_all()
     server = serve_rails()
     for i in range(LINKS):
-        client = client_of(server, "65536", "100", "8")
+        # Over two seconds: on a busy machine the link may go down late.
+        client = client_of(server, "65536", "100", "16")
         server.process.wait_for("^.*Registered", count=i + 1)
         time.sleep(0.3 if LINKS == 1 else random.uniform(0, 1.2))
         link = f"link{random.randrange(4) + 1}"
@@ -187,7 +188,7 @@ def test_link_away(network, serve_rails, client_of):
     long, and the rail has four seconds."""
     network.plug_all(2)
     server = serve_rails()
-    client = client_of(server, "65536", "100", "5")
+    client = client_of(server, "65536", "100", "10")
     server.process.wait_for("^.*Registered")
     time.sleep(0.3)
     network.down(1, "link2")

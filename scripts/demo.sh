@@ -13,17 +13,18 @@ if [ $# -eq 0 ] && [ "$(basename "$program")" = 7_queue ]; then
 fi
 
 dir=$(mktemp -d)
-server=
-client=
 cleanup() {
   trap '' INT TERM
-  for pid in $client $server; do
-    kill -TERM "$pid" 2>/dev/null || true
-  done
+  # A program that has only just been started may not hear the first signal, so
+  # it gets another one. One that hears it takes up to a second.
+  #
   # label() waits for a program to open the pipe. If the program was never
   # started, this ends the wait, which may begin late on a busy machine.
-  for _ in {1..20}; do
+  for i in {0..119}; do
     [ -n "$(jobs -r)" ] || break
+    # Not by name: a signal may come before the script knows the number.
+    # shellcheck disable=SC2046
+    ((i % 40)) || kill -TERM $(jobs -p) 2>/dev/null || true
     : <>"$dir/server" || true
     : <>"$dir/client" || true
     sleep 0.05
@@ -77,8 +78,6 @@ while [ ! -e "$dir/address" ]; do
 done
 
 "$program" "$(cat "$dir/address")" "$@" >"$dir/client" 2>&1 &
-client=$!
 status=0
-wait "$client" || status=$?
-client=
+wait $! || status=$?
 exit "$status"

@@ -38,7 +38,6 @@ trap 'exit 143' TERM
 
 # Puts a label before each line until the program that writes them has ended.
 label() {
-  trap '' INT TERM
   local line after_command=
   while IFS= read -r line; do
     printf '%s | %s\n' "$1" "$line"
@@ -64,8 +63,10 @@ if [ "$(basename "$program")" = 9_file ]; then
     set -- "$dir/demo.bin"
   }
 fi
-label server <"$dir/server" &
-label client <"$dir/client" &
+# Deaf before they open the pipes: on a busy machine, a client may have ended,
+# and the script with it, when they get to its first line.
+{ trap '' INT TERM && label server <"$dir/server"; } &
+{ trap '' INT TERM && label client <"$dir/client"; } &
 
 "$program" ${directory:+"$directory"} >"$dir/server" 2>&1 &
 server=$!

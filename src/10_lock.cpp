@@ -590,6 +590,12 @@ struct Endpoint {
     std::exception_ptr failure;
     for (ssize_t i = 0; i < ret; ++i) {
       try {
+        // A client may post a WRITE with immediate data, which we do not use.
+        // shm reports it with a context that is none of ours.
+        if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
+            !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
+          continue;
+        }
         Complete(cqe[i].op_context, cqe[i].len, "");
       } catch (...) {
         if (!failure) failure = std::current_exception();
@@ -865,6 +871,7 @@ struct Session {
       try {
         message = *mailbox.Take();
       } catch (const std::runtime_error&) {
+        continue;
       }
       AppMessageBase base = BaseOf(message);
       if (base.nonce != nonce) continue;
@@ -996,6 +1003,18 @@ struct WaitingLine {
       return;
     }
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
+  }
+
+  // Takes all CONNECTs that have come. A message that is none must not hold up
+  // those behind it.
+  void AddAll(Mailbox& listener) {
+    for (size_t i = listener.arrivals.size(); i > 0; --i) {
+      try {
+        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));
+      } catch (const std::exception& e) {
+        fprintf(stderr, "error: %s\n", e.what());
+      }
+    }
   }
 
   // Tells those who have been in line for a second to ask again.
@@ -1151,8 +1170,8 @@ struct Record {
   uint64_t Checksum() const {
     return XXH3_64bits_withSeed(data, sizeof(data), key * 31 + version);
   }
-  // Returns whether it is whole; one that was never written is.
-  bool IsValid() const { return version == 0 || checksum == Checksum(); }
+  // Returns whether it is whole; one that was never written is all zeros.
+  bool IsValid() const { return checksum == (version == 0 ? 0 : Checksum()); }
 };
 
 // What the clients change. It begins as zeros. Words that many change are in
@@ -1412,9 +1431,7 @@ int ServerMain(const char* program) {
       if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
-        while (std::optional<Message> message = listener.Take()) {
-          line.Add(ReadConnect(*message, AppMessageType::kConnect));
-        }
+        line.AddAll(listener);
         line.TellAll();
       }
       bool full = clients.size() >= kMaxClients || Clock::now() < full_until;

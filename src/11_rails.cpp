@@ -864,6 +864,7 @@ struct Session {
       try {
         message = *mailbox.Take();
       } catch (const std::runtime_error&) {
+        continue;
       }
       AppMessageBase base = BaseOf(message);
       if (base.nonce != nonce) continue;
@@ -959,6 +960,18 @@ struct WaitingLine {
       return;
     }
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
+  }
+
+  // Takes all CONNECTs that have come. A message that is none must not hold up
+  // those behind it.
+  void AddAll(Mailbox& listener) {
+    for (size_t i = listener.arrivals.size(); i > 0; --i) {
+      try {
+        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));
+      } catch (const std::exception& e) {
+        fprintf(stderr, "error: %s\n", e.what());
+      }
+    }
   }
 
   // Tells those who have been in line for a second to ask again.
@@ -1145,13 +1158,23 @@ bool Leave(Rails& rails) {
   return rails.empty();
 }
 
-// Client: says BYE over each rail, because we cannot know which ones still
-// work, and closes them.
-void SayBye(Rails& rails) {
+// Does something with each rail: we cannot know which ones still work, and one
+// that fails must not keep it from the others.
+void ForEach(Rails& rails, const std::function<void(Rail&)>& use) {
   for (Rail& rail : rails) {
-    rail.session.Send(AppMessageBase{AppMessageType::kBye});
-    rail.session.leave_at = Clock::now() + kContactGrace;
+    try {
+      use(rail);
+    } catch (const std::exception&) {
+    }
   }
+}
+
+// Client: says BYE over each rail, and closes them.
+void SayBye(Rails& rails) {
+  ForEach(rails, [](Rail& rail) {
+    rail.session.leave_at = Clock::now() + kContactGrace;
+    rail.session.Send(AppMessageBase{AppMessageType::kBye});
+  });
   while (!Leave(rails)) std::this_thread::yield();
 }
 
@@ -1336,7 +1359,7 @@ struct ServedClient {
       if (state == State::kWaitMemory) AllocSource();
       if (state == State::kMakePages) ContinueMakePages();
     } catch (const std::exception& e) {
-      for (Rail& rail : rails) rail.session.Refuse(e.what());
+      ForEach(rails, [&](Rail& rail) { rail.session.Refuse(e.what()); });
       throw;
     }
     Report();
@@ -1444,7 +1467,7 @@ struct ServedClient {
         std::max<size_t>(max_bytes / page_size, 2), kMaxOutstandingWrites);
     Endpoint& endpoint = rail.session.endpoint;
     source->Register(rail.domain, FI_WRITE);
-    if (rail.outstanding == 0) endpoint.RestartSilence();
+    if (rail.outstanding == 0 && endpoint.HasRoom()) endpoint.RestartSilence();
     std::chrono::seconds limit(rail.outstanding * page_size / kSlowestLink);
     limit = rails.size() > 1 ? kRailLimit + limit : kSilenceLimit;
     if (Clock::now() - endpoint.silent_since >= limit) {
@@ -1527,7 +1550,11 @@ struct ServedClient {
     if (posted_write_ops > 0) PrintProgress();
     for (Rail& rail : rails) {
       if (!rail.ready || rail.session.mailbox.unsent > 0) continue;
-      rail.session.Send(AppMessageBase{AppMessageType::kProgress});
+      try {
+        rail.session.Send(AppMessageBase{AppMessageType::kProgress});
+      } catch (const std::exception&) {
+        if (rails.size() == 1) throw;  // else it fails when it is used
+      }
     }
   }
 
@@ -1624,13 +1651,10 @@ struct Listener {
 
   explicit Listener(Domain& domain) : mailbox(domain), line{domain} {}
 
-  // Takes the CONNECTs that have come. Throws if a message is none. Returns the
-  // number of completions.
+  // Takes the CONNECTs that have come. Returns the number of completions.
   size_t Poll() {
     size_t completions = mailbox.endpoint.PollCompletion();
-    while (std::optional<Message> message = mailbox.Take()) {
-      line.Add(ReadConnect(*message, AppMessageType::kConnect));
-    }
+    line.AddAll(mailbox);
     line.TellAll();
     return completions;
   }
@@ -1719,7 +1743,8 @@ int ServerMain(const char* program) {
     }
     std::this_thread::sleep_for(kIdlePause);
   }
-  // An ACCEPT on its way is a first contact, too: see Session::Connect.
+  // An ACCEPT on its way is a first contact: with the shm provider of libfabric
+  // 1.17, the client would end with us.
   for (ServedClient& client : clients) {
     for (Rail& rail : client.rails) {
       rail.session.leave_at = Clock::now() + kContactGrace;
@@ -2021,8 +2046,8 @@ bool CudaFlushWrites(int) { return true; }
 #endif
 
 // Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
-// and the interface that we would use anyway supports it. We do not change to
-// another interface for it: a libfabric without CUDA would offer shm, which
+// and the provider that we would use anyway supports it. We do not change to
+// another provider for it: a libfabric without CUDA would offer shm, which
 // reaches nobody outside this host.
 Info GetInfoWithGpu() {
   Info plain = GetInfo();

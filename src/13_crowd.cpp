@@ -79,6 +79,7 @@ constexpr size_t kBlockedBatch = 64;  // peers that have their turn at a time
 constexpr size_t kMaxRecords = 4;     // of one address
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnsent = 16;     // SENDs to one peer, with those that wait
+constexpr size_t kMaxNumber = 1'000'000'000;  // on the command line
 
 // ---- Errors, signals, text ----
 
@@ -1030,13 +1031,11 @@ int ServerMain(const char* program) {
   }
   // An ACCEPT on its way is a first contact: with the shm provider of libfabric
   // 1.17, the client would end with us.
-  auto has_sends = [](auto& client) {
-    return client.second.peer.in_flight > 0;
-  };
+  auto has_sends = [](auto& client) { return client.second.peer.Unsent() > 0; };
   Clock::time_point end = Clock::now() + kContactGrace;
   while (Clock::now() < end &&
          std::any_of(server.clients.begin(), server.clients.end(), has_sends)) {
-    server.Poll();
+    Server::Try([&] { server.mailbox.Poll(); });
   }
   return 0;
 }
@@ -1069,6 +1068,7 @@ struct Client {
       try {
         message = *mailbox.Take();
       } catch (const std::runtime_error&) {
+        continue;
       }
       HandleMessage(message);
     }
@@ -1378,6 +1378,10 @@ int main(int argc, char** argv) {
     size_t period = 0;
     if (args.size() > 1) requests = ParseNumber("REQUESTS", args[1]);
     if (args.size() > 2) period = ParseNumber("PERIOD", args[2], 0);
+    if (std::max({num_clients, requests, period}) > kMaxNumber) {
+      throw std::invalid_argument("a number is larger than " +
+                                  std::to_string(kMaxNumber));
+    }
     return CrowdMain(server_addr, num_clients, num_clients * requests,
                      std::chrono::milliseconds(period));
   } catch (const std::invalid_argument& e) {

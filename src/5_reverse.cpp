@@ -650,6 +650,7 @@ struct Session {
       try {
         message = *mailbox.Take();
       } catch (const std::runtime_error&) {
+        continue;
       }
       AppMessageBase base = BaseOf(message);
       if (base.nonce != nonce) continue;
@@ -773,6 +774,18 @@ struct WaitingLine {
       return;
     }
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
+  }
+
+  // Takes all CONNECTs that have come. A message that is none must not hold up
+  // those behind it.
+  void AddAll(Mailbox& listener) {
+    for (size_t i = listener.arrivals.size(); i > 0; --i) {
+      try {
+        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));
+      } catch (const std::exception& e) {
+        fprintf(stderr, "error: %s\n", e.what());
+      }
+    }
   }
 
   // Tells those who have been in line for a second to ask again.
@@ -915,9 +928,7 @@ int ServerMain(const char* program) {
     try {
       // All that may have come, so that those who wait are in the line.
       for (size_t i = 0; i < kRecvCount; ++i) completions += listener.Poll();
-      while (std::optional<Message> message = listener.Take()) {
-        line.Add(ReadConnect(*message, AppMessageType::kConnect));
-      }
+      line.AddAll(listener);
       line.TellAll();
       bool full = clients.size() >= kMaxClients || Clock::now() < full_until;
       if (!full && !line.visitors.empty()) {

@@ -857,6 +857,7 @@ struct Session {
       try {
         message = *mailbox.Take();
       } catch (const std::runtime_error&) {
+        continue;
       }
       AppMessageBase base = BaseOf(message);
       if (base.nonce != nonce) continue;
@@ -988,6 +989,18 @@ struct WaitingLine {
       return;
     }
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
+  }
+
+  // Takes all CONNECTs that have come. A message that is none must not hold up
+  // those behind it.
+  void AddAll(Mailbox& listener) {
+    for (size_t i = listener.arrivals.size(); i > 0; --i) {
+      try {
+        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));
+      } catch (const std::exception& e) {
+        fprintf(stderr, "error: %s\n", e.what());
+      }
+    }
   }
 
   // Tells those who have been in line for a second to ask again.
@@ -1375,9 +1388,7 @@ int ServerMain(const char* program) {
       if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
-        while (std::optional<Message> message = listener.Take()) {
-          line.Add(ReadConnect(*message, AppMessageType::kConnect));
-        }
+        line.AddAll(listener);
         line.TellAll();
       }
       bool full = clients.size() >= kMaxClients || Clock::now() < full_until;

@@ -99,6 +99,7 @@ constexpr size_t kPollsPerYield = 64;
 
 constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
 constexpr auto kAlivePeriod = 1s;    // between two signs of life
+constexpr auto kIdleLimit = 60s;     // without any work, while others wait
 
 // ---- Errors, signals, text ----
 
@@ -820,6 +821,7 @@ struct Session {
       try {
         message = *mailbox.Take();
       } catch (const std::runtime_error&) {
+        continue;
       }
       AppMessageBase base = BaseOf(message);
       if (base.nonce != nonce) continue;
@@ -951,6 +953,18 @@ struct WaitingLine {
       return;
     }
     if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
+  }
+
+  // Takes all CONNECTs that have come. A message that is none must not hold up
+  // those behind it.
+  void AddAll(Mailbox& listener) {
+    for (size_t i = listener.arrivals.size(); i > 0; --i) {
+      try {
+        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));
+      } catch (const std::exception& e) {
+        fprintf(stderr, "error: %s\n", e.what());
+      }
+    }
   }
 
   // Tells those who have been in line for a second to ask again.
@@ -1252,6 +1266,12 @@ size_t BytesOf(uint64_t chunk, uint64_t chunk_size, uint64_t file_size) {
   return size_t(std::min(chunk_size, file_size - chunk * chunk_size));
 }
 
+// Turns a chunk's number into immediate data, and back. Whoever does not know
+// the nonce cannot do that. The result is never 0, because that would be none.
+uint32_t ChunkNumber(uint32_t chunk, uint32_t nonce) {
+  return chunk ^ (nonce | 1u << 31);
+}
+
 // Returns how many chunks a file has.
 uint64_t CountChunks(uint64_t file_size, uint64_t chunk_size) {
   return file_size / chunk_size + (file_size % chunk_size > 0);
@@ -1331,6 +1351,7 @@ struct ServedClient {
   Clock::time_point started_at;
   Clock::time_point alive_at;
   Clock::time_point printed_at;
+  Clock::time_point worked_at = Clock::now();
   bool done = false;  // has said BYE or failed; last messages may be leaving
 
   // Opens the session. Throws if the machine lacks what that takes.
@@ -1349,7 +1370,7 @@ struct ServedClient {
     session.Accept(connect_msg);
     alive_at = Clock::now();
     session.endpoint.on_imm_data = [this](uint32_t imm_data) {
-      arrived.push_back(imm_data - 1);
+      arrived.push_back(ChunkNumber(imm_data, session.nonce));
     };
   }
 
@@ -1394,6 +1415,14 @@ struct ServedClient {
               "Saved " + std::to_string(saved_chunks) + " of " +
                   std::to_string(num_chunks) + " chunks",
               true);
+  }
+
+  // To be called while others wait for a place. Throws if this client has only
+  // been alive for a long time.
+  void CheckIdle() {
+    if (DiskBusy() || Clock::now() - worked_at < kIdleLimit) return;
+    session.Refuse("you do nothing, and others wait");
+    throw std::runtime_error("it does nothing, and others wait");
   }
 
   // Returns whether other threads still use what we own.
@@ -1479,8 +1508,7 @@ struct ServedClient {
     }
   }
 
-  // Begins to save a chunk that has arrived in its slot. Its number came as
-  // immediate data (plus 1, because 0 would be none). A client may send any
+  // Begins to save a chunk that has arrived in its slot. A client may send any
   // number, so a chunk that no slot is lent for is ignored.
   void SaveChunk(uint64_t chunk) {
     if (state != State::kReceive || chunk >= num_chunks) return;
@@ -1505,6 +1533,7 @@ struct ServedClient {
       slots[i].save.get();
       checksum += slots[i].checksum;
       ++saved_chunks;
+      worked_at = Clock::now();
       slots[i].chunk += slots.size();
       if (slots[i].chunk >= num_chunks) continue;
       credits.push_back(uint32_t(i));
@@ -1522,6 +1551,7 @@ struct ServedClient {
     }
     if (state != State::kFinish || !Ended(finish)) return;
     finish.get();
+    worked_at = Clock::now();
     session.Send(AppMessageBase{AppMessageType::kSaved});
     file.keep = true;
     PrintLine(stdout, number,
@@ -1554,9 +1584,7 @@ int ServerMain(const char* program, const std::string& directory) {
       if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
         listened_at = Clock::now();
         completions += listener.endpoint.PollCompletion();
-        while (std::optional<Message> message = listener.Take()) {
-          line.Add(ReadConnect(*message, AppMessageType::kConnect));
-        }
+        line.AddAll(listener);
         line.TellAll();
       }
       bool full = clients.size() >= kMaxClients || Clock::now() < full_until;
@@ -1578,6 +1606,7 @@ int ServerMain(const char* program, const std::string& directory) {
       try {
         if (!client.done) completions += client.Poll();
         busy |= client.Busy();
+        if (!client.done && !line.visitors.empty()) client.CheckIdle();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing. What is
         // wrong with a client is said once.
@@ -1586,7 +1615,7 @@ int ServerMain(const char* program, const std::string& directory) {
         }
         client.done = true;
       }
-      return client.done && !client.DiskBusy();
+      return client.done && !client.DiskBusy() && client.session.HasLeft();
     });
     if (completions > 0) continue;
     if (busy) {
@@ -1750,7 +1779,8 @@ struct PutClient {
         .offset = i * ready.chunk_size,
         .remote_addr = ready.addr + i * ready.chunk_size,
         .remote_key = ready.rkey,
-        .imm_data = imm_data ? uint32_t(slot.chunk + 1) : 0,
+        .imm_data =
+            imm_data ? ChunkNumber(uint32_t(slot.chunk), session.nonce) : 0,
         .callback =
             [this, i](const RdmaOp& op) {
               op.Check();

@@ -202,9 +202,12 @@ class FileSender(FakeClient):
         self.slots = (addr, key)
         return num_slots
 
+    def number_of(self, chunk):
+        """What tells the server, as immediate data, that this chunk has arrived."""
+        return (chunk ^ (self.nonce | 1 << 31)) % 2**32
+
     def write(self, number):
-        """WRITEs 8 zeros into the first slot, with this number as immediate data:
-        that of a chunk, plus 1."""
+        """WRITEs 8 zeros into the first slot, with this number as immediate data."""
         addr, key = self.slots
         self.command(f"write {addr} {key} {number} {bytes(8).hex()}", "written")
 

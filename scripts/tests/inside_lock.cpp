@@ -1,7 +1,9 @@
 // Tries what nobody sees of 10_lock from the outside, in one process and with
 // its own code: a client that checks the ledger while somebody else ends a
 // turn. It has READ a ledger that is not the valid one any more, and has to
-// READ the one that is. Exits with 1 and a line if it does not.
+// READ the one that is. Exits with 1 and a line if it does not. It also looks
+// at a record of the hash table whose version is torn: between the WRITEs of
+// 255 and 256, the bytes of both may read 0.
 //
 // Usage: inside_lock
 
@@ -34,6 +36,16 @@ ssize_t ReadLate(fid_ep* ep, const fi_msg_rma* msg, uint64_t flags) {
 }
 
 int main() {
+  Record record = {};
+  record.key = 1;
+  record.version = 256;
+  record.checksum = record.Checksum();
+  Record torn = record;
+  torn.version = 0;
+  if (!Record{}.IsValid() || !record.IsValid() || torn.IsValid()) {
+    printf("wrong: which records are valid\n");
+    return 1;
+  }
   Domain domain(GetInfo());
   SharedMemory memory(domain);
   g_table = reinterpret_cast<SharedTable*>(memory.buf.data.get());

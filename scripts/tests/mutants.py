@@ -112,9 +112,45 @@ MUTANTS = {
         "test_strangers.py test_byes_of_strangers and 5_reverse"),
     "too-long": Mutant(
         "nor does one that is too long", "5_reverse",
-        "      } catch (const std::runtime_error&) {\n      }\n      AppMessageBase base",
-        "      } catch (const std::logic_error&) {\n      }\n      AppMessageBase base",
+        "      } catch (const std::runtime_error&) {\n        continue;\n",
+        "      } catch (const std::logic_error&) {\n        continue;\n",
         "test_strangers.py test_byes_of_strangers and 5_reverse"),
+    "junk-at-the-door": Mutant(
+        "bad messages keep nobody out", "5_reverse",
+        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
+        "      } catch (const std::exception& e) {\n",
+        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
+        "      } catch (const std::logic_error& e) {\n",
+        "test_attacks.py test_junk_at_the_door and 5_reverse"),
+    "junk-before-a-connect": Mutant(
+        "nobody sleeps while there are messages in hand", "12_sleep",
+        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
+        "      } catch (const std::exception& e) {\n",
+        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
+        "      } catch (const std::logic_error& e) {\n",
+        "test_attacks.py test_junk_before_a_connect"),
+    "answers-that-nobody-takes": Mutant(
+        "they do not pile up", "12_sleep",
+        "    if (session.mailbox.unsent >= kRecvCount) {\n", "    if (false) {\n",
+        "test_attacks.py test_answers_that_nobody_takes"),
+    "number-of-another": Mutant(
+        "only a client itself says which of its chunks have arrived", "9_file",
+        "return chunk ^ (nonce | 1u << 31);", "return chunk ^ 1u << 31;",
+        "test_file.py test_number_of_another"),
+    "idle-sender": Mutant(
+        "whoever is only alive leaves its place to those who wait", "9_file",
+        "        if (!client.done && !line.visitors.empty()) client.CheckIdle();\n", "",
+        "test_strangers.py test_idle_senders"),
+    "torn-version": Mutant(
+        "half of a version is not that of a free record", "10_lock",
+        "return checksum == (version == 0 ? 0 : Checksum());",
+        "return version == 0 || checksum == Checksum();",
+        "test_inside.py test_ledger_that_changes"),
+    "dead-in-line": Mutant(
+        "a client that dies while it waits for memory is given up", "11_rails",
+        "if (rail.outstanding == 0 && endpoint.HasRoom()) endpoint",
+        "if (rail.outstanding == 0) endpoint",
+        "test_rails.py test_killed_while_it_waits_for_memory"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
         "if (untold.empty()) return;", "return;",
@@ -467,8 +503,8 @@ MUTANTS |= {
         "test_crowd.py test_answers_of_strangers"),
     "crowd-too-long-for-a-client": Mutant(
         "a message that is too long ends no client", "13_crowd",
-        "      } catch (const std::runtime_error&) {\n      }\n      HandleMessage(",
-        "      } catch (const std::invalid_argument&) {\n      }\n      HandleMessage(",
+        "      } catch (const std::runtime_error&) {\n        continue;\n",
+        "      } catch (const std::invalid_argument&) {\n        continue;\n",
         "test_crowd.py test_answers_of_strangers"),
     "crowd-sequence": Mutant(
         "a reply is that to the last request", "13_crowd",
@@ -719,13 +755,13 @@ MUTANTS |= {
         "test_strangers.py test_idle_clients and 8_malloc"),
     "leavers-at-the-disk": Mutant(
         "nobody waits until the disk has saved what is left of others", "9_file",
-        "      return client.done && !client.DiskBusy();",
-        "      return client.done;",
+        "      return client.done && !client.DiskBusy() && client.session.HasLeft();",
+        "      return client.done && client.session.HasLeft();",
         "test_file.py test_disk_that_stands_still"),
     "no-thread": Mutant(
         "a client hears why its chunk can't be saved", "9_file",
-        "      arrived.push_back(imm_data - 1);",
-        "      SaveChunk(imm_data - 1);",
+        "      arrived.push_back(ChunkNumber(imm_data, session.nonce));",
+        "      SaveChunk(ChunkNumber(imm_data, session.nonce));",
         "test_file.py test_no_thread"),
     "one-endpoint-a-round": Mutant(
         "a server opens one endpoint, then looks at its clients", "9_file",

@@ -17,6 +17,9 @@
 //   overwrite ADDR KEY
 //              WRITEs 8 bytes to it, without a number; prints "written" only if
 //              they have arrived there, otherwise "failed: ..."
+//   stream COUNT MICROSECONDS HEX
+//              sends these bytes (not too many to inject) so many times, with
+//              such a pause in between; prints "streamed"
 // It takes part in the network only while it obeys a command, and never waits
 // for more than 20 s (2 s for a READ or WRITE, which nobody may answer). At the
 // end of its input it ends without closing anything.
@@ -121,6 +124,19 @@ struct Sender {
     Finish(op, "sent", [&] {
       return fi_send(ep, op.bytes.data(), op.bytes.size(), nullptr, peer, &op);
     });
+  }
+
+  // Takes no part in anything else meanwhile.
+  void Stream(size_t count, std::chrono::microseconds pause,
+              const std::string& hex) {
+    std::vector<uint8_t> bytes = FromHex(hex);
+    auto next = Clock::now();
+    for (size_t i = 0; i < count; ++i, next += pause) {
+      while (Clock::now() < next) usleep(100);
+      ssize_t ret = fi_inject(ep, bytes.data(), bytes.size(), peer);
+      if (ret != -FI_EAGAIN) Check(ret, "fi_inject");
+    }
+    printf("streamed\n");
   }
 
   void Write(uint64_t addr, uint64_t key, uint64_t data,
@@ -248,6 +264,13 @@ int main(int argc, char** argv) {
       words >> key;
       uint64_t addr = std::stoull(argument);
       command == "read" ? sender.Read(addr, key) : sender.Overwrite(addr, key);
+    }
+    if (command == "stream") {
+      size_t pause = 0;
+      std::string hex;
+      words >> pause >> hex;
+      sender.Stream(std::stoul(argument), std::chrono::microseconds(pause),
+                    hex);
     }
     if (command == "peer") sender.SetPeer(argument);
     if (command == "send") sender.Send(argument);

@@ -171,6 +171,8 @@ WRONG_CROWDS = {
     "zero requests": [ADDRESS, "1", "0"],
     "no number of requests": [ADDRESS, "1", "x"],
     "no period": [ADDRESS, "1", "1", "1s"],
+    "huge product": [ADDRESS, "2", str(2**63)],
+    "huge period": [ADDRESS, "1", "1", str(2**63)],
     "too many": [ADDRESS, "1", "1", "1", "1"],
     "get without a key": [ADDRESS, "get"],
     "get with a value": [ADDRESS, "get", "key", "value"],

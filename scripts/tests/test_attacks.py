@@ -17,7 +17,7 @@ from fakes import (CrowdGuest, CrowdHost, FakeClient, FakeServer, new_nonce,
                    type_and_nonce)
 from harness import PROGRAMS, ROOT, TIME_FACTOR, is_here, provider_in
 from marks import not_over_verbs
-from messages import ACCEPT, BYE, GET, NOT_FOUND, WAIT, base
+from messages import ACCEPT, BYE, GET, NOT_FOUND, TEXT, WAIT, base, with_nonce
 from table import TABLE
 
 pytestmark = [pytest.mark.builds("plain"),
@@ -164,6 +164,55 @@ def test_asking_at_once(run, serve):
     client.process.write("wait")
     time.sleep(2)
     assert client.process.output.count("\nreceived ") == 1
+    server.stop()
+
+
+# ---- Messages that are none ----
+
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue", "11_rails", CROWD])
+def test_junk_at_the_door(run, serve, program):
+    """Thousands of bad messages a second keep nobody out."""
+    server = serve(program, "tcp")
+    stranger = FakeClient(run, server)
+    stranger.send(b"Z", as_it_is=True)
+    server.process.wait_for("^error: bad message: ")
+    # For longer than a client waits.
+    stranger.process.write(f"stream 60000 300 {b'Z'.hex()}")
+    server.process.wait_for("^error: bad message: ", count=100)
+    server.check_client(*server.entry.short)
+    stranger.process.popen.kill()
+    stranger.process.wait()
+    server.stop()
+
+
+def test_junk_before_a_connect(run, serve):
+    """A server does not sleep while there are messages that it has read."""
+    server = serve("12_sleep", "tcp")
+    client = FakeClient(run, server)
+    client.send(b"Z", as_it_is=True)
+    server.process.wait_for("^error: bad message: ")
+    time.sleep(0.1)
+    server.process.signal(signal.SIGSTOP)
+    client.command(f"stream 9 0 {b'Z'.hex()}", "streamed")
+    client.send(client.connect())
+    began = time.monotonic()
+    server.process.signal(signal.SIGCONT)
+    assert client.receive()[:8] == base(ACCEPT)
+    assert time.monotonic() - began < 2 * TIME_FACTOR
+    server.process.wait_for("^error: bad message: ", count=10)
+    server.stop()
+
+
+def test_answers_that_nobody_takes(run, serve):
+    """A client that asks on and on, and reads nothing, is sent away before its answers
+    fill the server's memory."""
+    server = serve("12_sleep", "tcp")
+    client = FakeClient(run, server)
+    client.open_session()
+    text = with_nonce(base(TEXT) + b"x" * 32, client.nonce)
+    client.process.write(f"stream 2000 0 {text.hex()}")
+    client.expect("error: bad message: it asks and does not read$")
+    server.check_client()
     server.stop()
 
 

@@ -575,14 +575,16 @@ def test_credits(run, serve, imm_data):
     def arrived(*chunks):
         if imm_data:
             for chunk in chunks:
-                client.write(chunk + 1)
+                client.write(client.number_of(chunk))
         else:
             client.send(numbers(CHUNK, *chunks))
 
     assert client.put(size=4 * MIB, slots=2) == 2
     assert part_size(server) == 0
     if imm_data:  # neither a chunk nor none
-        arrived(4, 5, 2**31, 2**32 - 2, -1)
+        arrived(4, 5, 2**31, 2**32 - 1)
+        for number in 1, 2, 2**31, 2**32 - 1:
+            client.write(number)
     # A number of the right slot, but not the one that it waits for.
     arrived(3)
     time.sleep(0.7)  # longer than saving it would take
@@ -701,7 +703,7 @@ def test_no_thread(run, serve, imm_data):
     # A thread needs a stack of 8 MiB.
     limit_memory(server, MIB)
     if imm_data:
-        client.write(1)
+        client.write(client.number_of(0))
     else:
         client.send(numbers(CHUNK, 0))
     assert "cannot start a thread" in client.refusal()
@@ -740,6 +742,30 @@ def test_bad_senders(run, serve):
 
 
 @pytest.mark.builds("sanitized")
+def test_number_of_another(run, serve):
+    """A client may WRITE into a slot of its own and send any number along, also to the
+    session of another client. It cannot say that a chunk of that one has arrived."""
+    server = serve("9_file", "shm")  # with immediate data, ofi_rxm may crash
+    client, other = FileSender(run, server), FileSender(run, server)
+    client.put(b"file", 4 * MIB, 2)
+    other.put(b"other", 4 * MIB, 2)
+    other.peer(client.session)
+    for number in 1, 2, 2**31, 2**31 + 1, other.number_of(0), other.number_of(1):
+        other.write(number)
+    time.sleep(0.5)  # longer than saving it would take
+    assert os.path.getsize(f"{server.folder}/file.part") == 0
+    client.write(client.number_of(0))
+    assert client.credits() == [0]
+    assert os.path.getsize(f"{server.folder}/file.part") == MIB
+    other.peer(other.session)
+    for sender in client, other:
+        sender.send(base(BYE))
+        sender.expect("Done")
+    check_empty(server)
+    server.stop()
+
+
+@pytest.mark.builds("sanitized")
 def test_bad_message_once(run, serve):
     """The first bad message ends the transfer; more of them say nothing new."""
     server = serve("9_file")
@@ -763,7 +789,7 @@ def test_refused_while_it_writes(run, serve, provider):
     client.put(size=9 * MIB, slots=3)
     client.send(base(99))
     client.expect("error: bad message")
-    client.write(1)
+    client.write(client.number_of(0))
     assert "bad message" in client.answer()[8:].decode()
     client.send(base(BYE))
     client.expect("Done")

@@ -48,5 +48,5 @@ def test_server_of_a_queue(run, check):
 @two_providers
 def test_ledger_that_changes(run, provider):
     """A client that READs the ledger without a lock READs it again if it is not the
-    valid one any more."""
+    valid one any more. A record with half of a version is not taken for a free one."""
     assert "READs: 2," in try_inside(run, "inside_lock", provider=provider).output

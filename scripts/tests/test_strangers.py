@@ -277,6 +277,33 @@ def test_idle_clients(run, tmp_path, program, alive, question):
     server.stop()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("refused", [False, True], ids=["alive", "refused"])
+def test_idle_senders(run, tmp_path, refused):
+    """The same for those that send a file, and for those whose file was refused, but who
+    go on talking. The error of these has been said, and is not said again."""
+    server = Server(run, build_variant(tmp_path, "9_file",
+                                       ("kIdleLimit = 60s", "kIdleLimit = 8s")), "9_file")
+    idle = [FileSender(run, server) for _ in range(PLACES)]
+    for fake in idle:
+        if refused:
+            fake.send(base(99))
+            fake.expect("error: bad message")
+        else:
+            fake.put(f"file{fake.number}".encode(), 4 << 20)
+    client = server.start_client(*TABLE["9_file"].quick)
+    began = time.monotonic()
+    while client.popen.poll() is None:
+        assert time.monotonic() - began < 100
+        for fake in idle:
+            with contextlib.suppress(AssertionError):  # it may be out already
+                fake.send(base(FILE_ALIVE), answer="(sent|failed)")
+        time.sleep(1)
+    assert client.wait() == 0, client.output
+    assert refused == ("does nothing, and others wait" not in server.process.output)
+    server.stop()
+
+
 @not_over_verbs("an adapter needs other things than descriptors")
 @pytest.mark.parametrize("program", ["7_queue", "11_rails"])
 def test_no_descriptor(serve, program):

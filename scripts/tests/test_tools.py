@@ -498,6 +498,47 @@ def test_demo_ends(tmp_path):
         assert left_running("6_write", str(tmp_path)) == []
 
 
+def test_demo_of_a_quick_client(tmp_path):
+    """What a client has printed is shown, also if the machine is so busy that the script
+    gets to its first line only when it has ended."""
+    program = tmp_path / "program"
+    program.write_text("""#!/bin/bash
+if [ $# -gt 0 ]; then echo "It is done."; exit; fi
+until [ -e "${0%/*}/go" ]; do sleep 0.05; done
+echo "Run the client with the following command:"
+echo "  program 00"
+trap exit TERM
+for _ in {1..1000}; do sleep 0.05; done
+""")
+    program.chmod(0o755)
+    demo = subprocess.Popen(["scripts/demo.sh", program], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    while len(children := children_of(demo.pid)) < 3:
+        time.sleep(0.01)
+    time.sleep(0.3)
+    # The one that puts the label before the client's lines gets next to nothing of a core.
+    core = min(os.sched_getaffinity(0))
+    os.sched_setaffinity(children[1], {core})
+    os.sched_setscheduler(children[1], os.SCHED_IDLE, os.sched_param(0))
+    loop = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+    os.sched_setaffinity(loop.pid, {core})
+    try:
+        (tmp_path / "go").touch()
+        output, _ = demo.communicate(timeout=60)
+    finally:
+        loop.kill()
+        loop.wait()
+        demo.kill()
+    assert demo.returncode == 0, output
+    assert "client | It is done.\n" in output, output
+
+
+def children_of(pid):
+    """The processes that it has started and that still run, in order."""
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
 def left_running(program, folder="build"):
     """The processes that run this very program."""
     path = os.path.join(ROOT, folder, program)

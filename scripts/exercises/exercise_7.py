@@ -14,8 +14,7 @@ def transfer(server, page_size, num_pages, repeat):
     already = len(server.process.lines)
     server.check_client(str(page_size), str(num_pages), str(repeat))
     total = num_pages * repeat
-    line = server.process.wait_for(rf"^.* {total}/{total}, .*$", 5,
-                                   after=already)[0]
+    line = server.process.wait_for(rf"^.* {total}/{total}, .*$", after=already)[0]
     match = re.search(r", EAGAIN=([0-9]+), queued=([0-9]+)$", line)
     assert match, line
     return int(match[1]), int(match[2])

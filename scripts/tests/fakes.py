@@ -299,5 +299,12 @@ class CrowdHost(CrowdGuest):
         self.client_address = connect[16:16 + size].hex()
         self.peer(self.client_address)
 
+    def receive(self):
+        """Ignores a CONNECT that comes again: it does if the ACCEPT takes longer than a
+        second, as it may on a busy machine."""
+        while (message := super().receive()).type == CONNECT:
+            pass
+        return message
+
     def reply(self, type_, value=b"", sequence=1):
         self.send(crowd_request(type_, b"", value, sequence))

@@ -67,12 +67,13 @@ def patched(patch, root=ROOT):
             return file.read()
 
 
-def build_variant(folder, program, *changes):
-    """Builds a program with other texts in the place of some, each of which it has once:
-    shorter limits, for example, so that a test need not wait for them. Returns the folder
-    that it is in."""
-    with open(f"{ROOT}/src/{program}.cpp") as file:
-        source = file.read()
+def build_variant(folder, program, *changes, source=None):
+    """Builds a program, or another source under its name, with other texts in the place of
+    some, each of which it has once: shorter limits, for example, so that a test need not
+    wait for them. Returns the folder that it is in."""
+    if source is None:
+        with open(f"{ROOT}/src/{program}.cpp") as file:
+            source = file.read()
     for old, new in changes:
         assert source.count(old) == 1, old
         source = source.replace(old, new)

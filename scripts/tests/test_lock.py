@@ -35,7 +35,7 @@ def check_left(server, rounds=1):
     line = server.process.wait_for(
         r"^(error: )?the log has (\d+) entries, the ledger (\d+) changes, the table "
         r"(\d+) records(?: \(unfinished: (\d+) entries, (\d+) records\))?\. "
-        r"(It all fits together|It does not fit together)\.$", 20, count=rounds)
+        r"(It all fits together|It does not fit together)\.$", count=rounds)
     assert bool(line[1]) == (line[7] == "It does not fit together")
     assert not line[1], line[0]
     return [int(text or 0) for text in line.groups()[1:6]]
@@ -82,15 +82,15 @@ def test_stopped_server(serve, provider):
     """The library in the server's process executes the atomic operations, over verbs,
     too. So they wait for it."""
     server = serve("10_lock", provider)
-    client = server.start_client("2000", HOLD_MS="1")
-    # Each change takes four atomic operations.
+    # Each change takes four atomic operations; all together, 40 s.
+    client = server.start_client("2000", HOLD_MS="20")
     done = r"^\[1\] (\d+)/2000 changes"
     client.wait_for(done, 60)
     server.process.signal(signal.SIGSTOP)
-    time.sleep(1.5)  # what has been executed before is reported within a second
     already = len(client.lines)
-    time.sleep(3)
-    assert not re.search(done, "".join(client.lines[already:]), re.M)
+    time.sleep(4)  # for a line each second; one may still be about what was before
+    assert len(re.findall(done, "".join(client.lines[already:]), re.M)) <= 1
+    already = len(client.lines)
     server.process.signal(signal.SIGCONT)
     client.wait_for(done, 60, after=already)
     client.signal(signal.SIGINT)
@@ -198,7 +198,7 @@ def test_interrupted(serve, provider):
         client.wait_for(r"^\[\d+\] \d+/100000 ", 30)
         time.sleep(random.uniform(0, 0.6))
         client.signal(signal.SIGINT)
-        assert client.wait(5) == 1
+        assert client.wait() == 1
         assert client.output.endswith("error: interrupted\n")
         check_left(server, rounds)
     # A BYE waits until the answer before it has been sent. Over verbs, and over tcp from
@@ -277,16 +277,17 @@ def test_long_queue(run, serve):
     server = serve("10_lock", "shm")
     vandal = Vandal(run, server)
     before = 5
-    vandal.write(LOCK_TICKETS, before)
-    began, longest = time.monotonic(), 0
-    client = server.start_client("1")
-    client.wait_for("FETCH-AND-ADD and WRITE")
-    for ticket in range(1, before + 1):
-        earlier, began = began, time.monotonic()
-        vandal.write(TURN, ticket * 256)
-        longest = max(longest, time.monotonic() - earlier)
-        time.sleep(0.4 * LEASE)
-    assert client.wait() == 0, client.output
+    with vandal.saying(alive()):
+        vandal.write(LOCK_TICKETS, before)
+        began, longest = time.monotonic(), 0
+        client = server.start_client("1")
+        client.wait_for("FETCH-AND-ADD and WRITE")
+        for ticket in range(1, before + 1):
+            earlier, began = began, time.monotonic()
+            vandal.write(TURN, ticket * 256)
+            longest = max(longest, time.monotonic() - earlier)
+            time.sleep(0.4 * LEASE)
+        assert client.wait() == 0, client.output
     # On a machine that stands still, a turn may be over indeed.
     assert turns(client) == [0, 0] or longest > LEASE
     vandal.leave(entries=0)
@@ -377,7 +378,13 @@ def test_late_writes(serve, provider):
     clients = [server.start_client("15", **PRELOAD) for _ in range(2)]
     for client in clients:
         assert client.wait() == 0, client.output
-    assert check_left(server)[:2] == [30, 30]
+    rounds = total = 0
+    while total < 30:  # the first may have gone when the second comes
+        rounds += 1
+        entries, changes = check_left(server, rounds)[:2]
+        assert entries == changes
+        total += entries
+    assert total == 30
     assert not server.errors()
     server.stop()
 

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from fakes import Borrower, FakeServer
-from harness import LIBFABRIC_LEAKS, PROVIDERS, Server
+from harness import BUILD, LIBFABRIC_LEAKS, PROVIDERS, Server
 from marks import sturdy_providers
 from messages import (ACCEPT, ALIVE, BYE, FREE, MALLOC, USAGE, alive, base, reply,
                       request)
@@ -33,7 +33,7 @@ def wait_for_seats(server, taken):
     """Waits until the server serves no more clients than that. A client that has
     gone without a word keeps its seat for 10 s. Returns what the server said about
     its pool when the last one had gone."""
-    end = time.monotonic() + 15
+    end = time.monotonic() + 40
     while True:
         output = server.process.output
         served = re.findall(r"^\[\d+\] Received CONNECT", output, re.M)
@@ -228,15 +228,17 @@ def test_stopped_client(run, serve):
     living = Borrower(run, server)
     living.borrow(64)
     with living.saying(alive()):
-        client = server.start_client("64")
+        # Its WRITEs never begin, so it does not end before it is stopped.
+        client = server.start_client("64", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
+                                     REORDER_MS="600000")
         client.wait_for("Borrowed")
         client.signal(signal.SIGSTOP)
         number = server.process.wait_for(r"^\[(\d+)\] Received CONNECT", count=2)[1]
         server.process.wait_for(
             rf"^\[{number}\] error: waiting for the client: nothing has happened")
-    assert server.pool_line(number).startswith("the pool lends 64 bytes in 1 ")
-    client.signal(signal.SIGCONT)
-    assert client.wait(30) == 1, client.output
+        assert server.pool_line(number).startswith("the pool lends 64 bytes in 1 ")
+        client.signal(signal.SIGCONT)
+        assert client.wait() == 1, client.output
     assert "error: " in client.output
     assert living.leave() == WHOLE
     assert len(server.errors()) == 1
@@ -250,7 +252,7 @@ def check_left(server, client, number, error):
     pieces back at once, and not only after the limit of 10 s."""
     assert client.wait() == 1, client.output
     assert client.output.endswith(f"\nerror: {error}\n")
-    assert server.pool_line(number, 3) == WHOLE
+    assert server.pool_line(number) == WHOLE
     assert f"[{number}] Done.\n" in server.process.output
     assert not server.errors()
 
@@ -309,7 +311,7 @@ def test_bad_answers(run, build, provider):
         (size,) = struct.unpack_from("<Q", message, 8)
         server.send(answers[error] or reply(addr=8, size=size, key=99, lent=size))
         assert server.receive_other_than(ALIVE) == base(BYE), error
-        assert server.client.wait(10) == 1
+        assert server.client.wait() == 1
         assert re.search(f"\nerror: {error}\n$", server.client.output), \
             server.client.output
 

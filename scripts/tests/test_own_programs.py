@@ -343,11 +343,11 @@ def test_several(run, tmp_path):
     slow.signal(signal.SIGSTOP)
     assert client.wait() == 0, client.output
     assert "Most servers have 1000." in client.output
-    slow.signal(signal.SIGCONT)
+    # The client needs two of the three: as long as one stands still, the file has each
+    # number before the client goes on. A WRITE may have landed that it hasn't waited for.
     client = run([several.path, *addresses, "1200"])
     assert client.wait() == 0, client.output
-    # The client needed two of the three, so the last numbers may be missing in the file.
-    # A WRITE may have landed that the client hasn't waited for.
+    slow.signal(signal.SIGCONT)
     known = int(re.search(r"^\[3\] has (\d+)$", client.output, re.M)[1])
     assert known > 0, client.output
     for server, env, least, most in (file, kept, known, 1200), (memory, {}, 0, 0):

@@ -38,6 +38,22 @@ def serve_rails(serve, network):
     return start
 
 
+# So that patient() builds once.
+one_worker = pytest.mark.xdist_group("rails")
+
+
+@pytest.fixture(scope="module")
+def patient(tmp_path_factory):
+    """11_rails for a busy machine. Its server bears the silence of a client that it
+    serves; its client waits for each rail, which is for tests where all addresses can be
+    reached."""
+    return build_variant(
+        tmp_path_factory.mktemp("patient"), "11_rails",
+        ('CheckSilence("waiting for the client")',
+         'CheckSilence("waiting for the client", 1000s)'),
+        ("(answered ? kAskPeriod : kAnswerLimit)", "30s"))
+
+
 @pytest.fixture
 def client_of(network):
     """Starts a client on host 1."""
@@ -64,10 +80,12 @@ def rails_of(client):
 
 # ---- All is well ----
 
-def test_four_rails(network, serve_rails, client_of):
+@one_worker
+def test_four_rails(network, serve_rails, client_of, patient):
     """Each link takes its part. A slow one takes less, and holds up nobody."""
     network.plug_all()
     server = serve_rails()
+    server.path = f"{patient}/11_rails"  # for its clients
     client = client_of(server, "65536", "400", "1")
     four = check(server, client)
     assert sorted(rails_of(client)) == ["link1", "link2", "link3", "link4"]
@@ -82,13 +100,15 @@ def test_four_rails(network, serve_rails, client_of):
     server.stop()
 
 
+@one_worker
 @pytest.mark.parametrize("host", [0, 1], ids=["server", "client"])
-def test_choice(network, serve_rails, client_of, host):
+def test_choice(network, serve_rails, client_of, patient, host):
     """RAILS narrows the choice, and orders it. A name that nothing has is no error,
     unless there is no other."""
     network.plug_all(3, mbits=None)
     chosen = {"RAILS": "link3,link9,link1,link3"}
     server = serve_rails(**(chosen if host == 0 else {}))
+    server.path = f"{patient}/11_rails"  # for its clients
     client = client_of(server, **{"RAILS": "", **(chosen if host == 1 else {})})
     used = check(server, client)
     # Linux reaches any address of a host over any link.
@@ -97,7 +117,7 @@ def test_choice(network, serve_rails, client_of, host):
     assert re.findall("^domain: ([^,]+)", opened.output, re.M) == ["link3", "link1"]
     assert server.addresses.count(",") == (1 if host == 0 else 2)
     wrong = client_of(server, RAILS="link9")
-    assert wrong.wait(10) == 1
+    assert wrong.wait() == 1
     assert wrong.output == "error: RAILS names no interface that there is\n"
     server.stop()
 
@@ -159,20 +179,29 @@ def test_ipv6(network, serve_rails, client_of):
 
 # ---- Links that fail ----
 
+@one_worker
 @pytest.mark.parametrize("host", [0, 1], ids=["server", "client"])
-def test_link_down(network, serve_rails, client_of, host):
+def test_link_down(network, serve_rails, client_of, patient, host):
     """In the middle of a transfer, at either end. The others do its work, and the
     next client does without it, or with it, when it is back."""
-    network.plug_all()
+    # So slow that the transfer would take ten seconds: it has a middle in any case.
+    network.plug_all(mbits=MBITS // 5)
     server = serve_rails()
+    server.path = f"{patient}/11_rails"  # for its clients
+    links = {f"link{i + 1}" for i in range(4)}
     for i in range(LINKS):
-        # Over two seconds: on a busy machine the link may go down late.
         client = client_of(server, "65536", "100", "16")
         server.process.wait_for("^.*Registered", count=i + 1)
-        time.sleep(0.3 if LINKS == 1 else random.uniform(0, 1.2))
-        link = f"link{random.randrange(4) + 1}"
+        if LINKS == 1:
+            server.process.wait_for("WRITE: [1-9]")
+        else:
+            time.sleep(random.uniform(0, 1.2))
+        link = random.choice(sorted(links))
         before = server.process.output.count("is given up")
         network.down(host, link)
+        # The rest of it need not take long.
+        for other in links - {link}:
+            network.limit(0, other, MBITS)
         left = check(server, client)
         if LINKS == 1:
             assert link not in left and len(left) == 3
@@ -183,19 +212,28 @@ def test_link_down(network, serve_rails, client_of, host):
     server.stop()
 
 
-def test_link_away(network, serve_rails, client_of):
+@one_worker
+def test_link_away(network, serve_rails, client_of, patient):
     """For a moment. Its rail survives: TCP sends again within little more than twice as
-    long, and the rail has four seconds."""
+    long, and the rail has four seconds. On a busy machine the moment may be too long: not
+    each time."""
     network.plug_all(2)
     server = serve_rails()
-    client = client_of(server, "65536", "100", "10")
-    server.process.wait_for("^.*Registered")
-    time.sleep(0.3)
-    network.down(1, "link2")
-    time.sleep(1)
-    network.up(1, "link2")
-    assert len(check(server, client)) == 2
-    assert not re.search(GIVEN_UP, server.process.output + client.output)
+    server.path = f"{patient}/11_rails"  # for its clients
+
+    def survives():
+        already = len(server.process.lines)
+        client = client_of(server, "65536", "100", "10")
+        server.process.wait_for("^.*Registered", after=already)
+        time.sleep(0.3)
+        network.down(1, "link2")
+        time.sleep(1)
+        network.up(1, "link2")
+        left = check(server, client)
+        said = "".join(server.process.lines[already:]) + client.output
+        return len(left) == 2 and not re.search(GIVEN_UP, said)
+
+    assert any(survives() for _ in range(3)), server.process.output
     server.stop()
 
 
@@ -344,9 +382,10 @@ def test_nonce_of_a_rail(run, serve):
     server.stop()
 
 
-def test_flood_of_rails(run, serve):
+@one_worker
+def test_flood_of_rails(run, patient):
     """Somebody wants one rail after the other. The server has a limit."""
-    server = serve("11_rails")
+    server = Server(run, patient, "11_rails")
     client = FakeClient(run, server)
     client.open_session()
     client.peer(server.address)

@@ -612,7 +612,7 @@ def test_progress_on_a_terminal():
             output += os.read(master, 65536)
     finally:
         server.send_signal(signal.SIGTERM)
-        assert server.wait(10) == 0
+        assert server.wait(60) == 0
         os.close(master)
     # Each line but the first replaces the one before it.
     replaced = output.count(b"\r\x1b[K[1] [")

@@ -14,7 +14,7 @@ import pytest
 
 from fakes import FakeClient
 from harness import BUILD, OVER_VERBS, PROGRAMS, PROVIDERS, ROOT, Server
-from messages import ACCEPT, base
+from messages import ACCEPT, WAIT, base
 from repository import QUICKLY, build_moves, make, number
 
 sys.path.append(f"{ROOT}/scripts/watch")
@@ -159,7 +159,7 @@ def test_behind(tmp_path, behind):
 
 # What the recorder names in the broken programs, over plain tcp, and what they are run with.
 BREAKS = {"2_first": ("flight", [], {}),
-          "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "1"})}
+          "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "10"})}
 
 
 @pytest.mark.parametrize("program", BREAKS)
@@ -186,7 +186,7 @@ def test_move(tmp_path, move, rule, env):
 def test_credits(tmp_path):
     """The trace says of each slot that it waits: its next chunk has been read long before the
     disk has saved the last one."""
-    status, output, _ = watch(tmp_path, f"{BUILD}/9_file", SLOW_DISK_MS="100")
+    status, output, _ = watch(tmp_path, f"{BUILD}/9_file", SLOW_DISK_MS="400")
     assert status == 0, output
     trace = (tmp_path / "trace.txt").read_text()
     for slot in range(4):
@@ -241,20 +241,24 @@ def test_trap(tmp_path):
 def test_one_endpoint_a_round(run, tmp_path, program):
     """A server that finds several CONNECTs together opens an endpoint for one of them, and
     looks at its clients before it opens the next one."""
-    server = Server(run, BUILD, program, "tcp", WATCH=str(tmp_path),
-                    LD_PRELOAD=os.path.abspath(f"{ROOT}/{BUILD}/watch.so"))
-    clients = [FakeClient(run, server) for _ in range(3)]
-    for client in clients:  # so that they are connected
-        client.send(b"")
-    server.process.wait_for("^error: bad message: ", count=len(clients))
-    server.process.signal(signal.SIGSTOP)
-    for client in clients:
-        client.send(client.connect())
-    server.process.signal(signal.SIGCONT)
-    for client in clients:
-        assert client.receive()[:8] == base(ACCEPT)
-    server.stop()
-    [path] = glob.glob(f"{tmp_path}/*.watch")
+    for attempt in range(10):
+        server = Server(run, BUILD, program, "tcp", WATCH=str(tmp_path / str(attempt)),
+                        LD_PRELOAD=os.path.abspath(f"{ROOT}/{BUILD}/watch.so"))
+        clients = [FakeClient(run, server) for _ in range(3)]
+        for client in clients:  # so that they are connected
+            client.send(b"")
+        server.process.wait_for("^error: bad message: ", count=len(clients))
+        server.process.signal(signal.SIGSTOP)
+        for client in clients:
+            client.send(client.connect())
+        server.process.signal(signal.SIGCONT)
+        answers = [client.receive()[:8] for client in clients]
+        server.stop()
+        # A machine that needs a second for two endpoints has the third client wait.
+        if base(WAIT) not in answers:
+            break
+    assert answers == [base(ACCEPT)] * len(clients)
+    [path] = glob.glob(f"{tmp_path}/{attempt}/*.watch")
     process = model.read_process(path)
     opened = sorted(ep.t0 for ep in process.eps.values())[-len(clients):]
     # When it has accepted a client, it knows its address.

@@ -111,7 +111,7 @@ def test_interrupted_before_first_contact(strict, program):
     more."""
     server = strict(program, "shm")
     args = ["get", "key"] if program == "13_crowd" else server.entry.quick
-    client = server.start_client(*args, STRICT_OPEN_US="60000000")
+    client = server.start_client(*args, STRICT_OPEN_US="10000000")
     client.wait_for("^Registered" if program == "11_rails" else "^domain: ")
     client.signal(signal.SIGINT)
     assert client.wait() == 1, client.output

@@ -67,6 +67,12 @@ def patched(patch, root=ROOT):
             return file.read()
 
 
+# For build_variant: a server that bears the silence of its clients. On a busy machine its
+# 10 s may be over before a test has come to the point.
+PATIENT = ('CheckSilence("waiting for the client")',
+           'CheckSilence("waiting for the client", 1000s)')
+
+
 def build_variant(folder, program, *changes, source=None):
     """Builds a program, or another source under its name, with other texts in the place of
     some, each of which it has once: shorter limits, for example, so that a test need not

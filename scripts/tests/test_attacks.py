@@ -19,7 +19,7 @@ from fakes import (CrowdGuest, CrowdHost, FakeClient, FakeServer, new_nonce,
 from harness import PROGRAMS, ROOT, TIME_FACTOR, Server, is_here, provider_in
 from marks import not_over_verbs
 from messages import ACCEPT, BYE, GET, NOT_FOUND, TEXT, WAIT, base, with_nonce
-from repository import build_variant
+from repository import PATIENT, build_variant
 from table import TABLE
 
 pytestmark = [pytest.mark.builds("plain"),
@@ -108,12 +108,9 @@ def leave(client, place):
 
 @pytest.fixture(scope="module")
 def patient(tmp_path_factory):
-    """Builds programs whose server bears the silence of those who have its places: on a
-    busy machine, its 10 s may be over before a test has come to the point."""
+    """Builds programs whose server bears the silence of those who have its places."""
     return functools.cache(lambda program: build_variant(
-        tmp_path_factory.mktemp(program), program,
-        ('CheckSilence("waiting for the client")',
-         'CheckSilence("waiting for the client", 1000s)')))
+        tmp_path_factory.mktemp(program), program, PATIENT))
 
 
 # ---- Addresses of another family ----

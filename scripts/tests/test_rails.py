@@ -19,7 +19,7 @@ from harness import Server, shares
 from links import MBITS
 from marks import not_over_verbs
 from messages import ACCEPT, BYE, REFUSED, base, fill_repeatedly, read_address
-from repository import build_variant
+from repository import PATIENT, build_variant
 
 pytestmark = [pytest.mark.builds("plain"),
               not_over_verbs("an adapter has one link")]
@@ -49,8 +49,7 @@ def patient(tmp_path_factory):
     reached."""
     return build_variant(
         tmp_path_factory.mktemp("patient"), "11_rails",
-        ('CheckSilence("waiting for the client")',
-         'CheckSilence("waiting for the client", 1000s)'),
+        PATIENT,
         ("(answered ? kAskPeriod : kAnswerLimit)", "30s"))
 
 

@@ -12,7 +12,7 @@ from fakes import FakeClient, FakeServer, new_nonce
 from harness import BUILD, PROVIDERS, Server, provider_in
 from marks import not_over_verbs
 from messages import BYE, TEXT, base
-from repository import ROOT, build_variant
+from repository import PATIENT, ROOT, build_variant
 from test_strict import SHORT_DELAYS, check_rules
 
 pytestmark = pytest.mark.builds("plain")
@@ -122,10 +122,6 @@ def test_a_later_answer(run):
 # ---- No time-out wakes anybody ----
 
 LINE = 3
-# For build_variant: so long, a client may say nothing. A busy machine takes long to start
-# all of a test's.
-PATIENT = ('CheckSilence("waiting for the client")',
-           'CheckSilence("waiting for the client", 100s)')
 # One process builds what these need.
 one_worker = pytest.mark.xdist_group("sleep")
 

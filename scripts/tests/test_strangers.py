@@ -19,7 +19,7 @@ from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
 from marks import not_over_verbs
 from messages import (ALIVE, BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
                       TABLE_ALIVE, TEXT, USAGE, base, request)
-from repository import build_variant
+from repository import PATIENT, build_variant
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -30,10 +30,6 @@ compares_keys = pytest.mark.parametrize("provider", KEYED, ids=lambda p: p or "d
 GUESSES = int(os.environ.get("GUESSES", "8"))
 GUESS = 2  # seconds for one of them, which nobody may answer
 PLACES = 8  # for clients of a server
-# So that a server bears the silence of its clients: on a busy machine, its 10 s may be over
-# before the fake ones of a test have come to the point.
-PATIENT = ('CheckSilence("waiting for the client")',
-           'CheckSilence("waiting for the client", 1000s)')
 
 
 def guesses(provider):

@@ -15,7 +15,8 @@ import pytest
 import moves
 from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here,
                      owned_shm_files, shares, write_source)
-from repository import QUICK_CXXFLAGS, QUICKLY, ROOT, build_moves, build_variant, make
+from repository import (PATIENT, QUICK_CXXFLAGS, QUICKLY, ROOT, build_moves, build_variant,
+                        make)
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
@@ -182,9 +183,7 @@ def test_places_of_the_dead(walk, still):
 def test_still(run, tmp_path):
     """scripts/still: other clients are served meanwhile, and then it goes on, or is
     killed. Its seconds begin when the test says so, and the server is patient."""
-    server = Server(run, build_variant(
-        tmp_path, "5_reverse", ('CheckSilence("waiting for the client")',
-                                'CheckSilence("waiting for the client", 100s)')), "5_reverse")
+    server = Server(run, build_variant(tmp_path, "5_reverse", PATIENT), "5_reverse")
     (tmp_path / "sleep").write_text(
         '#!/bin/bash\nuntil [ -e "$GO_ON" ]; do command -p sleep 0.02; done\n'
         'command -p sleep $((($1 - 1) * 5))\n')  # the reader sleeps for longer than the script

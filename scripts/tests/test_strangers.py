@@ -253,15 +253,16 @@ def test_idle_clients(run, tmp_path, program, alive, question):
     a busy machine, too."""
     server = Server(run, build_variant(tmp_path, program, PATIENT,
                                        ("kIdleLimit = 60s", "kIdleLimit = 8s")), program)
-    idle = [FakeClient(run, server) for _ in range(PLACES)]
-    for client in idle:
-        client.open_session()
-    # Those whose 8 s have begun last.
-    worker, asker = idle.pop(), idle.pop()
+    worker, asker, *idle = [FakeClient(run, server) for _ in range(PLACES)]
+    # These two come first, so that their 8 s would be over first.
+    worker.open_session()
+    asker.open_session()
     finished = itertools.count(1)
     # By itself: a message of one that is out already may take 20 s to fail.
     with worker.saying(lambda: base(alive) + next(finished).to_bytes(8, "little")), \
             asker.saying(question, answered=True):
+        for client in idle:
+            client.open_session()
         client = server.start_client(*TABLE[program].quick)
         began = time.monotonic()
         while client.popen.poll() is None:

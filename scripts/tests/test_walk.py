@@ -427,7 +427,8 @@ def test_left_behind(run, walk):
         elif word == "sum":
             assert "the file has changed while it was being sent" in client.output
         else:
-            server.process.wait_for("error: the client has left before its file was saved")
+            # Some providers report the closed connection first.
+            server.process.wait_for("error: (the client has left|SEND failed)")
             time.sleep(0.5)
             assert os.listdir(folder) == (["file"] if word == "refuse" else [])
 

@@ -47,6 +47,8 @@ for group in "$@"; do
     build)
       need g++ gcc-c++ command -v "${CXX:-g++}"
       need make make command -v make
+      # make 4.1, diff-4.1 and watch-2 run it.
+      need python3 python3 command -v python3
       need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
         has_libfabric
       # A header for the checksums of 9_file.

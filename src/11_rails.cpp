@@ -1363,11 +1363,7 @@ struct ServedClient {
       throw;
     }
     Report();
-    // While the client waits for memory or for its pages, its silence means
-    // nothing.
-    if (state != State::kWaitMemory && state != State::kMakePages) {
-      Freshest(rails).CheckSilence("waiting for the client");
-    }
+    Freshest(rails).CheckSilence("waiting for the client");
     return completions;
   }
 
@@ -1451,10 +1447,7 @@ struct ServedClient {
     source->CopyIn(made_pages * page_size, page.data(), page_size);
     if (++made_pages < page_idx.size()) return;
     write_start_at = Clock::now();
-    for (Rail& rail : rails) {
-      rail.session.endpoint.RestartSilence();
-      rail.session.endpoint.eagain_count = 0;
-    }
+    for (Rail& rail : rails) rail.session.endpoint.eagain_count = 0;
     state = State::kWrite;
   }
 
@@ -1550,6 +1543,9 @@ struct ServedClient {
     if (posted_write_ops > 0) PrintProgress();
     for (Rail& rail : rails) {
       if (!rail.ready || rail.session.mailbox.unsent > 0) continue;
+      // A client that waits for memory or for its pages need say nothing, but
+      // it has taken our last message.
+      if (state != State::kWrite) rail.session.endpoint.RestartSilence();
       try {
         rail.session.Send(AppMessageBase{AppMessageType::kProgress});
       } catch (const std::exception&) {

@@ -478,8 +478,8 @@ struct Endpoint {
   }
 
   // Returns when something may have completed at one of the endpoints (all of
-  // one domain), when a signal has come, or after `limit`. Just after a
-  // completion it returns at once.
+  // one domain), when a signal has come, or after `limit`. If a peer
+  // was heard just now, it returns at once.
   static void Sleep(const std::vector<Endpoint*>& endpoints,
                     Clock::duration limit = kMaxSleep) {
     Domain& domain = endpoints.front()->domain;

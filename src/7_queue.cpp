@@ -1177,11 +1177,7 @@ struct ServedClient {
     }
     if (state == State::kWrite) ContinuePostWrite();
     Report();
-    // While the client waits for memory or for its pages, its silence means
-    // nothing.
-    if (state != State::kWaitMemory && state != State::kMakePages) {
-      session.endpoint.CheckSilence("waiting for the client");
-    }
+    session.endpoint.CheckSilence("waiting for the client");
     return completions;
   }
 
@@ -1255,7 +1251,6 @@ struct ServedClient {
     source->CopyIn(made_pages * page_size, page.data(), page_size);
     if (++made_pages < page_idx.size()) return;
     write_start_at = Clock::now();
-    session.endpoint.RestartSilence();
     session.endpoint.eagain_count = 0;
     state = State::kWrite;
   }
@@ -1325,6 +1320,9 @@ struct ServedClient {
     Clock::time_point now = Clock::now();
     if (now - reported_at < kReportPeriod || session.mailbox.unsent > 0) return;
     reported_at = now;
+    // A client that waits for memory or for its pages need say nothing, but it
+    // has taken our last message.
+    if (state != State::kWrite) session.endpoint.RestartSilence();
     if (posted_write_ops > 0) PrintProgress();
     session.Send(AppMessageBase{AppMessageType::kProgress});
   }

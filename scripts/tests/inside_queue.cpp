@@ -184,6 +184,7 @@ int CheckSilence() {
   pair.memory_left = 0;  // so the client has to wait
   pair.Ask(1);
   pair.state->session.endpoint.silent_since -= 1h;
+  pair.state->reported_at -= 1h;  // and PROGRESS is due
   pair.state->Poll();
   pair.memory_left = kMaxTransfer;
   while (pair.state->posted_write_ops == 0) pair.state->Poll();

@@ -150,7 +150,25 @@ MUTANTS = {
         "a client that dies while it waits for memory is given up", "11_rails",
         "if (rail.outstanding == 0 && endpoint.HasRoom()) endpoint",
         "if (rail.outstanding == 0) endpoint",
-        "test_rails.py test_killed_while_it_waits_for_memory"),
+        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
+    "dead-waiter": Mutant(
+        "a dead client that waits for memory gives its place up", "7_queue",
+        """    Report();
+    session.endpoint.CheckSilence""",
+        """    Report();
+    if (state == State::kWrite) session.endpoint.CheckSilence""",
+        "test_strangers.py test_killed_while_it_waits_for_memory and 7_queue"),
+    "dead-waiter-of-rails": Mutant(
+        "a dead client that waits for memory gives its place up", "11_rails",
+        """    Report();
+    Freshest(rails).CheckSilence""",
+        """    Report();
+    if (state == State::kWrite) Freshest(rails).CheckSilence""",
+        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
+    "waiting-is-not-silence": Mutant(
+        "the time in which a client waits for its pages is no silence", "7_queue",
+        "    if (state != State::kWrite) session.endpoint.RestartSilence();\n", "",
+        "test_inside.py test_server_of_a_queue and silence"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
         "if (untold.empty()) return;", "return;",
@@ -726,12 +744,6 @@ MUTANTS |= {
         "        (info->caps & FI_HMEM) == 0) {",
         '    if (strcmp(info->fabric_attr->prov_name, "shm") == 0) {',
         "test_strict.py test_shm and 6_write"),
-    "waiting-is-not-silence": Mutant(
-        "the time in which a client waits for its pages is no silence", "7_queue",
-        "    session.endpoint.RestartSilence();\n"
-        "    session.endpoint.eagain_count = 0;",
-        "    session.endpoint.eagain_count = 0;",
-        "test_inside.py test_server_of_a_queue and silence"),
     "two-in-flight": Mutant(
         "of the largest pages, two are in flight", "7_queue",
         "std::max<size_t>(kMaxOutstandingBytes / page_size, 2)",

@@ -402,24 +402,3 @@ def test_flood_of_rails(run, patient):
     client.send(base(BYE))
     client.expect("Done")
     server.stop()
-
-
-@pytest.mark.long
-def test_killed_while_it_waits_for_memory(run, tmp_path):
-    """A client that dies while others have the memory is given up once it has its turn,
-    although no WRITE to it is in flight."""
-    server = Server(run, build_variant(
-        tmp_path, "11_rails", ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20")),
-        "11_rails", "tcp")
-    first = server.start_client("65536", "64", "1000000")
-    server.process.wait_for(r"^\[1\] .*WRITE: ")
-    second = server.start_client("65536", "64", "1")
-    server.process.wait_for(r"^\[2\] Received RandomFill")
-    second.popen.kill()
-    second.wait()
-    time.sleep(2)  # meanwhile the server tells it how far it is
-    first.popen.kill()
-    first.wait()
-    server.process.wait_for(r"^\[2\] error: ", 60)
-    server.check_client("65536", "64", "1")
-    server.stop()

@@ -218,6 +218,42 @@ def test_line(run, serve, provider):
     server.stop()
 
 
+@pytest.mark.long
+@pytest.mark.builds("plain")
+@pytest.mark.parametrize("program,provider", [("7_queue", "shm"), ("11_rails", "tcp")])
+def test_killed_while_it_waits_for_memory(run, tmp_path, program, provider):
+    """A client that waits because others have the memory need say nothing. One that has
+    died is given up all the same: while it waits, because it does not take what the server
+    sends, and in its turn, although no WRITE to it may be in flight."""
+    server = Server(run, build_variant(
+        tmp_path, program, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"),
+        ("kSilenceLimit = 10s;", "kSilenceLimit = 5s;")), program, provider)
+    pages = "65536", "64"
+
+    def wait_for_memory(number, dies):
+        client = server.start_client(*pages, "1")
+        server.process.wait_for(rf"^\[{number}\] Received RandomFill")
+        if dies:
+            client.popen.kill()
+            client.wait()
+        return client
+
+    first = server.start_client(*pages, "1000000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    wait_for_memory(2, dies=True)
+    alive = wait_for_memory(3, dies=False)
+    server.process.wait_for(r"^\[2\] error: ", 60)
+    assert first.popen.poll() is None and alive.popen.poll() is None
+    wait_for_memory(4, dies=True)
+    time.sleep(2)  # meanwhile the server tells it how far it is
+    first.signal(signal.SIGINT)
+    assert first.wait() == 1
+    server.process.wait_for(r"^\[4\] error: ", 60)
+    assert alive.wait() == 0, alive.output
+    server.check_client(*pages, "1")
+    server.stop()
+
+
 @not_over_verbs("the dead server's adapter says that it has gone")
 @pytest.mark.parametrize("program,signum", [("8_malloc", signal.SIGKILL),
                                             ("11_rails", signal.SIGSTOP)])

@@ -47,7 +47,7 @@ for group in "$@"; do
     build)
       need g++ gcc-c++ command -v "${CXX:-g++}"
       need make make command -v make
-      # make 4.1, diff-4.1 and watch-2 run it.
+      # Run by "make 4.1", "make diff-4.1" and "make watch-2".
       need python3 python3 command -v python3
       need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
         has_libfabric

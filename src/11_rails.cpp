@@ -1543,8 +1543,8 @@ struct ServedClient {
     if (posted_write_ops > 0) PrintProgress();
     for (Rail& rail : rails) {
       if (!rail.ready || rail.session.mailbox.unsent > 0) continue;
-      // A client that waits for memory or for its pages need say nothing, but
-      // it has taken our last message.
+      // A client that waits for memory or for its pages need say nothing, as
+      // long as our messages to it leave.
       if (state != State::kWrite) rail.session.endpoint.RestartSilence();
       try {
         rail.session.Send(AppMessageBase{AppMessageType::kProgress});

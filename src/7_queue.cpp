@@ -1320,8 +1320,8 @@ struct ServedClient {
     Clock::time_point now = Clock::now();
     if (now - reported_at < kReportPeriod || session.mailbox.unsent > 0) return;
     reported_at = now;
-    // A client that waits for memory or for its pages need say nothing, but it
-    // has taken our last message.
+    // A client that waits for memory or for its pages need say nothing, as long
+    // as our messages to it leave.
     if (state != State::kWrite) session.endpoint.RestartSilence();
     if (posted_write_ops > 0) PrintProgress();
     session.Send(AppMessageBase{AppMessageType::kProgress});

@@ -226,8 +226,8 @@ def test_killed_while_it_waits_for_memory(run, tmp_path, program, provider):
     died is given up all the same: while it waits, because it does not take what the server
     sends, and in its turn, although no WRITE to it may be in flight."""
     server = Server(run, build_variant(
-        tmp_path, program, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"),
-        ("kSilenceLimit = 10s;", "kSilenceLimit = 5s;")), program, provider)
+        tmp_path, program, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20")),
+        program, provider)
     pages = "65536", "64"
 
     def wait_for_memory(number, dies):
@@ -245,7 +245,9 @@ def test_killed_while_it_waits_for_memory(run, tmp_path, program, provider):
     server.process.wait_for(r"^\[2\] error: ", 60)
     assert first.popen.poll() is None and alive.popen.poll() is None
     wait_for_memory(4, dies=True)
-    time.sleep(2)  # meanwhile the server tells it how far it is
+    # The server tells this one, too, when it has told the first.
+    server.process.wait_for(r"^\[1\] .*WRITE: ", count=3,
+                            after=len(server.process.lines))
     first.signal(signal.SIGINT)
     assert first.wait() == 1
     server.process.wait_for(r"^\[4\] error: ", 60)

@@ -48,7 +48,7 @@ parent() {  # PROGRAM
   elif [ ! -f "src/$parent.cpp" ]; then
     echo "error: src/$program.cpp is based on $parent: there is no such program" >&2
   elif [[ $program =~ ^[0-9]+_ ]] &&
-      ! [[ $parent =~ ^[0-9]+_ && ${parent%%_*} -lt ${program%%_*} ]]; then
+      ! [[ $parent =~ ^[0-9]+_ ]]; then
     echo "error: src/$program.cpp is based on $parent, which does not come before" \
       "it" >&2
   else

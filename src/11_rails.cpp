@@ -3,7 +3,7 @@
 // A rail is an endpoint in a domain of its own. Each takes the next page when
 // it has room, so a faster one takes more. If one fails, others take its pages.
 //
-// Based on 7_queue.
+// Based on 14_strangers.
 
 #include <fcntl.h>
 #include <rdma/fi_cm.h>

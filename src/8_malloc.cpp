@@ -4,7 +4,7 @@
 // a piece by message, then WRITEs into it and READs it back, in which the
 // server's program takes no part.
 //
-// Based on 7_queue.
+// Based on 14_strangers.
 
 #include <fcntl.h>
 #include <rdma/fi_cm.h>

@@ -4,7 +4,7 @@
 // again, which is a credit. The sender WRITEs a chunk of the file into a slot
 // only if it has the credit for it. Immediate data says which chunk has come.
 //
-// Based on 7_queue.
+// Based on 14_strangers.
 
 #include <fcntl.h>
 #include <rdma/fi_cm.h>

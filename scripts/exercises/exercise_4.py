@@ -12,7 +12,6 @@ def test_length_comes_along(serve, provider):
     for args in [[], ["x"], ["grüße"], ["0123456789" * 100]]:
         text = args[0] if args else "Hello, world!"
         size = len(text.encode())
-        text = text.replace("üß", "????")  # two bytes each
         server.check_client(*args)
         line = server.process.wait_for(rf"^Received {size} bytes.*$", 5)[0]
         assert line == f"Received {size} bytes (data: {size}): {text}"

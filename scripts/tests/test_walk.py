@@ -111,6 +111,42 @@ def test_any_order(walk):
         assert text == ("two\n" if " 3 " in head else "x" * 60000 + "\n")
 
 
+@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@after(4, "parts stay")
+def test_closed_terminal(walk):
+    """A signal closes nothing, and leaves the server's shared memory behind, until it only
+    sets a flag."""
+    for word in "parts", "stay":
+        server = walk(4, word, "shm")
+        server.process.signal(signal.SIGHUP)
+        status = server.process.wait()
+        left = owned_shm_files([server.process.popen.pid], server.process.born)
+        for name in left:
+            os.unlink("/dev/shm/" + name)
+        assert (status, bool(left)) == {"parts": (-signal.SIGHUP, True), "stay": (0, False)}[word]
+
+
+@after(4, "record error free")
+def test_deaf(walk):
+    """Each message that is too long costs the server a RECV, until it asks its buffers which
+    of them are free. Its own client sends none; that of the move `record` does."""
+    sending = walk(4, "record").path
+    for word in "error", "free":
+        server = walk(4, word)
+        own = server.path
+        for count in range(1, 10 if word == "free" else 9):
+            server.path = sending
+            server.start_client("x" * 70000).wait()
+            server.process.wait_for("^error: RECV failed: Truncation error", count=count)
+        server.path = own
+        server.start_client().wait()
+        if word == "free":
+            server.process.wait_for("^Received 13 bytes: Hello, world!$")
+        else:
+            time.sleep(1)
+            assert "Received" not in server.process.output
+
+
 @pytest.mark.skipif("sockets" not in PROVIDERS, reason="sockets is not here")
 @after(5, "introduce send")
 def test_one_buffer(walk):

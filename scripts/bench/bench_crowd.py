@@ -212,7 +212,7 @@ def main():
     bench.exit_on_signals()
     if sys.argv[1:]:
         sys.exit(__doc__)
-    providers = bench.providers_here(PROGRAM)
+    providers = bench.providers_here([PROGRAM, "--list"])
     build_variant()
     before_all()
     steps = [(program, provider, clients) for clients in CLIENTS

@@ -56,7 +56,7 @@ def measure(provider, clients):
 
 def main():
     exit_on_signals()
-    providers = providers_here(PROGRAM)
+    providers = providers_here([PROGRAM, "--list"])
     steps = [(provider, clients) for provider in providers for clients in CLIENTS]
     results = {}
     progress = Progress(RUNS * len(steps))

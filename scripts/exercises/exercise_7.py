@@ -22,8 +22,7 @@ def transfer(server, page_size, num_pages, repeat):
 
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 def test_no_room(serve, provider):
-    """Whatever had to wait since the first WRITE was in the queue; before that, the
-    ACCEPT may have been. The queue never gets long."""
+    """Whatever had to wait was in the queue. The queue never gets long."""
     server = serve("7_queue", provider)
     for page_size in [64, 65536]:
         eagain, queued = transfer(server, page_size, 1000, 3)

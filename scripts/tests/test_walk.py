@@ -355,16 +355,22 @@ def test_no_word(walk):
     assert server.start_client("8", "1").wait() == 0
 
 
-@pytest.mark.parametrize("word", ["measure", "queue"])
+@pytest.mark.parametrize("word", ["measure", "queue", "flight"])
 @over_tcp
-@after(7, "measure progress queue flight awake")
+@after(7, "measure queue flight awake")
 def test_silent(walk, word):
-    """A client that hears nothing gives up, although its pages arrive. First nobody tells
-    it anything, then what it is told waits behind all WRITEs."""
+    """A client that hears nothing gives up, although its pages arrive. First a message has
+    no turn, then its turn comes after all WRITEs, then after those that are in flight."""
     server = walk(7, word, "tcp")
     client = server.start_client("65536", "1000", "12")
+    if word == "flight":
+        assert client.wait() == 0 and "Data is correct." in client.output
+        return
     assert client.wait() == 1
-    assert f"error: waiting for the pages: {GIVEN_UP}" in client.output
+    assert f"error: {GIVEN_UP} while waiting for the pages" in client.output
+    # One PROGRESS is under way, and the server waits for it before it reports again.
+    server.process.wait_for("error: WRITE failed: ")
+    assert len(re.findall("WRITE: [0-9]+%", server.process.output)) == 1
 
 
 @over_tcp

@@ -35,11 +35,10 @@ programs() {
 
 # Prints the program that this one is based on, as its source says near the top;
 # nothing for the first program. Fails if the source does not say it, or names a program
-# that is not there or comes later.
+# that is not there, is somebody's own, or is itself based on this one.
 parent() {  # PROGRAM
   local program=$1 parent first
-  parent=$(sed -En '1,15s|.*// Based on (\w+)[.:].*|\1|p' "src/$program.cpp") ||
-    return
+  parent=$(named_parent "$program") || return
   first=$(programs | head -n 1)
   if [ -z "$parent" ]; then
     [ "$program" != "$first" ] || return 0
@@ -47,14 +46,31 @@ parent() {  # PROGRAM
       "has to be like: // Based on 7_queue." >&2
   elif [ ! -f "src/$parent.cpp" ]; then
     echo "error: src/$program.cpp is based on $parent: there is no such program" >&2
-  elif [[ $program =~ ^[0-9]+_ ]] &&
-      ! [[ $parent =~ ^[0-9]+_ ]]; then
-    echo "error: src/$program.cpp is based on $parent, which does not come before" \
-      "it" >&2
+  elif [[ $program =~ ^[0-9]+_ ]] && ! [[ $parent =~ ^[0-9]+_ ]]; then
+    echo "error: src/$program.cpp is based on $parent, which is not a program of the" \
+      "tutorial" >&2
+  elif comes_from "$parent" "$program"; then
+    echo "error: src/$program.cpp is based on $parent, which is based on it" >&2
   else
     echo "$parent"
     return
   fi
+  return 1
+}
+
+# Prints the parent that a program names.
+named_parent() {  # PROGRAM
+  sed -En '1,15s|.*// Based on (\w+)[.:].*|\1|p' "src/$1.cpp"
+}
+
+# Succeeds if a program is this ancestor, or comes from it.
+comes_from() {  # PROGRAM ANCESTOR
+  local program=$1 seen=" "
+  while [ -f "src/$program.cpp" ] && [[ $seen != *" $program "* ]]; do
+    [ "$program" != "$2" ] || return 0
+    seen+="$program "
+    program=$(named_parent "$program")
+  done
   return 1
 }
 

@@ -1,7 +1,7 @@
-// 14_strangers: as much as the network takes.
+// 14_strangers: a server that anyone may reach.
 //
-// An operation that libfabric has no room for waits in a queue of its endpoint,
-// so the code that posts it can forget it. The server measures the bandwidth.
+// It believes nothing that it is sent, limits what each client may take, and
+// tells a client that it cannot serve. Strangers cost the others nothing.
 //
 // Based on 7_queue.
 

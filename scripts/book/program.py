@@ -393,12 +393,18 @@ def parent(name, root):
 def programs(root):
     """All programs by their names, parents first. One without a chapter has no page; the
     tests say what it lacks."""
-    found = {}
-    for page in chapters.pages_of_programs(root).values():
-        if page.program not in chapters.programs(root):
-            continue
-        main = Program(page, found.get(parent(page.program, root)))
-        for other in page.companions[1:]:
+    pages, found = chapters.pages_of_programs(root), {}
+
+    def add(name):
+        """With its parent, which may have the higher number."""
+        if name in found or name not in pages or name not in chapters.programs(root):
+            return found.get(name)
+        main = Program(pages[name], add(parent(name, root)))
+        for other in pages[name].companions[1:]:
             Program(other, main.parent, main)
-        found[main.name] = main
+        found[name] = main
+        return main
+
+    for name in pages:
+        add(name)
     return found

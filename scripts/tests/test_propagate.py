@@ -120,6 +120,17 @@ def test_tree(tree):
         assert tree.read(program)[1:3] == ["a", "B"]
 
 
+def test_later_parent(tree):
+    """A parent may have the higher number. Its turn comes first all the same."""
+    tree.write("6_six", ["// Based on 12_five."] + tree.read("12_five")[1:-1] + ["end of 6"])
+    tree.commit()
+    tree.replace("4_one", "b", "B")
+    assert propagate(tree) == (
+        0, "".join(f"{program}: 1 lines added, 1 removed\n" for program in
+                   ["5_two", "10_three", "11_four", "12_five", "6_six"]), "")
+    assert tree.read("6_six")[2] == "B"
+
+
 def test_siblings(tree):
     """What changes in a program concerns none but those that come from it."""
     tree.replace("10_three", "b", "B")
@@ -162,10 +173,12 @@ def test_another_parent(tree):
 @pytest.mark.parametrize("line,message", [
     ("// no parent", "src/5_two.cpp names no parent"),
     ("// Based on 6_none.", "based on 6_none: there is no such program"),
-    ("// Based on 10_three.", "based on 10_three, which does not come before it"),
-    ("// Based on 5_two.", "based on 5_two, which does not come before it")])
+    ("// Based on mine.", "based on mine, which is not a program of the tutorial"),
+    ("// Based on 10_three.", "based on 10_three, which is based on it"),
+    ("// Based on 5_two.", "based on 5_two, which is based on it")])
 def test_no_parent(repo, line, message):
     """Nothing is changed before all parents are known."""
+    repo.write("mine", ["// Based on 4_one."])
     repo.replace("5_two", "// Based on 4_one.", line)
     repo.replace("4_one", "b", "B")
     before = {program: repo.read(program) for program in PROGRAMS}

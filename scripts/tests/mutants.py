@@ -107,21 +107,21 @@ MUTANTS = {
         "static uint64_t key = random() % 1; ++key;",
         "test_strangers.py test_memory_of_a_server and 8_malloc"),
     "nonce": Mutant(
-        "a message of a stranger ends no conversation", "5_reverse",
+        "a message of a stranger ends no conversation", "14_strangers",
         "      if (base.nonce != nonce) continue;\n", "",
-        "test_strangers.py test_byes_of_strangers and 5_reverse"),
+        "test_strangers.py test_byes_of_strangers and 14_strangers"),
     "too-long": Mutant(
-        "nor does one that is too long", "5_reverse",
+        "nor does one that is too long", "14_strangers",
         "      } catch (const std::runtime_error&) {\n        continue;\n",
         "      } catch (const std::logic_error&) {\n        continue;\n",
-        "test_strangers.py test_byes_of_strangers and 5_reverse"),
+        "test_strangers.py test_byes_of_strangers and 14_strangers"),
     "junk-at-the-door": Mutant(
-        "bad messages keep nobody out", "5_reverse",
+        "bad messages keep nobody out", "14_strangers",
         "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
         "      } catch (const std::exception& e) {\n",
         "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
         "      } catch (const std::logic_error& e) {\n",
-        "test_attacks.py test_junk_at_the_door and 5_reverse"),
+        "test_attacks.py test_junk_at_the_door and 14_strangers"),
     "junk-before-a-connect": Mutant(
         "nobody sleeps while there are messages in hand", "12_sleep",
         "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
@@ -152,12 +152,12 @@ MUTANTS = {
         "if (rail.outstanding == 0) endpoint",
         "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
     "dead-waiter": Mutant(
-        "a dead client that waits for memory gives its place up", "7_queue",
+        "a dead client that waits for memory gives its place up", "14_strangers",
         """    Report();
     session.endpoint.CheckSilence""",
         """    Report();
     if (state == State::kWrite) session.endpoint.CheckSilence""",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 7_queue"),
+        "test_strangers.py test_killed_while_it_waits_for_memory and 14_strangers"),
     "dead-waiter-of-rails": Mutant(
         "a dead client that waits for memory gives its place up", "11_rails",
         """    Report();
@@ -180,7 +180,7 @@ MUTANTS = {
         "      visitors.pop_front();\n    }\n    if (untold",
         "test_strangers.py test_line"),
     "tell-when-full": Mutant(
-        "a server with places left tells those who wait for one, too", "5_reverse",
+        "a server with places left tells those who wait for one, too", "14_strangers",
         "      line.TellAll();\n",
         "      if (clients.size() >= kMaxClients) line.TellAll();\n",
         "test_strict.py test_slow_endpoints"),
@@ -189,7 +189,7 @@ MUTANTS = {
         "for (size_t i = 0; i < kRecvCount; ++i) completions", "completions",
         "test_strict.py test_slow_endpoints"),
     "line-once": Mutant(
-        "nobody stands in the line twice", "5_reverse",
+        "nobody stands in the line twice", "14_strangers",
         "if (AddressIn(visitor.connect) != AddressIn(connect)) continue;",
         "continue;",
         "test_attacks.py test_asking_at_once"),
@@ -202,11 +202,11 @@ MUTANTS = {
         "if (alive.finished > finished) worked_at = Clock::now();", "",
         "test_strangers.py test_idle_clients and 8_malloc"),
     "refused": Mutant(
-        "a server says what it refuses", "5_reverse",
+        "a server says what it refuses", "14_strangers",
         "      session.Refuse(e.what());\n", "",
-        "test_strangers.py test_refused and 5_reverse"),
+        "test_strangers.py test_refused and 14_strangers"),
     "no-descriptor": Mutant(
-        "a client for whom there is no descriptor keeps its place in the line", "7_queue",
+        "a client for whom there is no descriptor keeps its place in the line", "14_strangers",
         """        clients.emplace_back(domain, num_clients + 1,
                              line.visitors.front().connect, memory_left);
         full_until = {};
@@ -249,9 +249,9 @@ MUTANTS = {
         "if (completions == 0) std::this_thread::sleep_for(kIdlePause);", "",
         "test_failures.py test_idle"),
     "address-size": Mutant(
-        "a length in a message is checked", "5_reverse",
+        "a length in a message is checked", "14_strangers",
         "connect.addr_size > sizeof(connect.addr)", "false",
-        "test_messages.py test_at_the_door and 5_reverse"),
+        "test_messages.py test_at_the_door and 14_strangers"),
     "bad-recv": Mutant(
         "a RECV that has failed is no message", "5_reverse",
         "recv.Check();", "(void)recv;",
@@ -315,9 +315,9 @@ MUTANTS = {
         "session.SayBye(kContactGrace);", "",
         "test_failures.py test_client_signals_at_work and 7_queue"),
     "memory-for-all": Mutant(
-        "the memory of the server is bounded", "7_queue",
+        "the memory of the server is bounded", "14_strangers",
         "if (size > memory_left) return;", "",
-        "test_programs.py test_memory_for_all"),
+        "test_strangers.py test_memory_for_all"),
     "loan": Mutant(
         "the pool gets back what a client had", "8_malloc",
         "for (size_t offset : pieces) pool.allocator.Free(offset);", "",
@@ -648,19 +648,19 @@ MUTANTS |= {
         "",
         "test_reorder.py test_truncated and 5_reverse"),
     "random-nonce": Mutant(
-        "nobody guesses a nonce", "5_reverse",
+        "nobody guesses a nonce", "14_strangers",
         "nonce = std::random_device()();",
         "nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
-        "test_messages.py test_bad_answers and 5_reverse"),
+        "test_messages.py test_bad_answers and 14_strangers"),
     "crowd-random-nonce": Mutant(
         "nobody guesses a nonce", "13_crowd",
         "server.nonce = std::random_device()();",
         "server.nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
         "test_crowd.py test_lies"),
     "refusal-arrives": Mutant(
-        "what is refused is heard of, before the endpoint is closed", "6_write",
+        "what is refused is heard of, before the endpoint is closed", "14_strangers",
         "reason);\n    leave_at = Clock::now() + kContactGrace;", "reason);",
-        "test_strict.py test_long_pages and 6_write"),
+        "test_strict.py test_long_pages and 14_strangers"),
     "sleep-wakes": Mutant(
         "who is woken for something goes on sleeping between", "12_sleep",
         "    domain.empty_wakes = 0;\n    if (ret == -FI_EAVAIL) {",
@@ -675,16 +675,16 @@ MUTANTS |= {
         "(internet ? 2 : 0)", "(internet ? 0 : 0)",
         "test_attacks.py test_another_family"),
     "junk": Mutant(
-        "only a message with the nonce is a sign of life", "5_reverse",
+        "only a message with the nonce is a sign of life", "14_strangers",
         "      if (base.nonce != nonce) continue;\n      endpoint.RestartSilence();\n",
         "      endpoint.RestartSilence();\n      if (base.nonce != nonce) continue;\n",
         "test_attacks.py test_junk"),
     "line-forgets": Mutant(
-        "what was told to invented addresses is given up", "5_reverse",
+        "what was told to invented addresses is given up", "14_strangers",
         "if (endpoint && now > close_at) {", "if (false) {",
         "test_attacks.py test_invented_addresses_in_line"),
     "file-limit": Mutant(
-        "connections without a word take up no place", "5_reverse",
+        "connections without a word take up no place", "14_strangers",
         "  setrlimit(RLIMIT_NOFILE, &limit);\n", "",
         "test_attacks.py test_idle_connections"),
     "connections-soon": Mutant(
@@ -692,7 +692,7 @@ MUTANTS |= {
         '  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);\n', "",
         "test_attacks.py test_idle_connections"),
     "descriptors": Mutant(
-        "no file of libfabric's is standard error", "4_hello",
+        "no file of libfabric's is standard error", "14_strangers",
         'if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);', "(void)fd;",
         "test_attacks.py test_closed_descriptors"),
     "crowd-nobody": Mutant(
@@ -722,7 +722,7 @@ MUTANTS |= {
 # Made by somebody who had not seen the tests.
 MUTANTS |= {
     "line-latest": Mutant(
-        "of several CONNECTs of a client in line, the last one counts", "5_reverse",
+        "of several CONNECTs of a client in line, the last one counts", "14_strangers",
         "      visitor.connect = connect;\n",
         "",
         "test_attacks.py test_asking_at_once"),

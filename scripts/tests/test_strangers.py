@@ -220,8 +220,49 @@ def test_line(run, serve, provider):
     server.stop()
 
 
+@pytest.mark.thorough
+def test_waiting_is_not_silence(run, tmp_path):
+    """One client has all the memory and the time of the server for longer than
+    the limit, which is 3 s here. Seven others wait for memory, and ten for an ACCEPT: more
+    than the listener has RECVs."""
+    server = Server(run, build_variant(tmp_path, "14_strangers",
+                                       ("kSilenceLimit = 10s", "kSilenceLimit = 3s")),
+                    "14_strangers")
+    greedy = server.start_client(str(16 << 20), "32", "1000000")
+    server.process.wait_for("Registered ")
+    waiting = [server.start_client("4096", "10", "1") for _ in range(7)]
+    server.process.wait_for("Received RandomFill", count=8)
+    waiting += [server.start_client("4096", "10", "1") for _ in range(10)]
+    for client in waiting:
+        client.wait_for("Sent CONNECT", 30)
+    time.sleep(4)
+    for client in [greedy, *waiting]:
+        assert client.popen.poll() is None, client.output
+    assert server.process.output.count("Registered ") == 1
+    assert server.process.output.count("Received CONNECT") == 8
+    greedy.signal(signal.SIGKILL)
+    for client in waiting:
+        assert client.wait(60) == 0, client.output
+    assert len(server.errors()) == 1 and server.errors()[0].startswith("[1] ")
+    server.stop()
+
+
+@pytest.mark.thorough
+def test_memory_for_all(serve):
+    """Three clients want 256 MiB each of the 512 that the server has."""
+    server = serve("14_strangers", "shm")
+    clients = [server.start_client(str(8 << 20), "32", "2") for _ in range(3)]
+    for client in clients:
+        assert client.wait(60) == 0, client.output
+    server.process.wait_for("Done.$", count=3)
+    # The third got its memory when another client was done with it.
+    events = re.findall("Registered|Done", server.process.output)
+    assert events.index("Done") < [i for i, event in enumerate(events)
+                                   if event == "Registered"][2]
+    server.stop()
+
+
 @pytest.mark.long
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,provider", [("14_strangers", "shm"), ("11_rails", "tcp")])
 def test_killed_while_it_waits_for_memory(run, tmp_path, program, provider):
     """A client that waits because others have the memory need say nothing. One that has

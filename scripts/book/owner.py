@@ -230,6 +230,22 @@ FIGURES = {
              [(132, ["completion"], "bold")]),
         [("wrong lost", 102, 196)],
         [(174, 1, "no RECV is left for it", "wrong")]),
+    14: Figure(
+        "Who owns it now? A WAIT to an invented address",
+        """Time runs from left to right, in two lanes. The server's memory of a WAIT is in
+        flight only while fi_inject is called, which copies it, and then the server's again.
+        The provider's copy is in flight from then on. Nobody is at the address, so it does
+        not leave. It is gone when fi_close of the endpoint of the waiting line has
+        returned.""",
+        Lane("the server's, for a WAIT",
+             [(12, "mine", "mine"), (112, "flight", ""), (152, "mine", "mine: copied, so change it")],
+             [(112, ["fi_inject"], "bold", 1), (152, ["it returns"], "bold")]),
+        Lane("the provider's copy",
+             [(12, "gone", ""), (132, "flight", "in flight: nobody is there"),
+              (412, "gone", "gone")],
+             [(132, ["copied"], "bold"), (412, ["fi_close", "has returned"], "bold")]),
+        [("data", 122, 142)],
+        []),
 }
 
 

@@ -321,8 +321,8 @@ def test_many_rails(run, serve):
     server.process.wait_for(r"^\[1\] .*WRITE: ")
     stranger = FakeClient(run, server)
     with mute_host() as invented:
-        for number in range(RAILS):
-            stranger.send(stranger.connect(invented(number)))
+        for rail in range(RAILS):
+            stranger.send(stranger.connect(invented(rail)))
         already = server.process.output.count("WRITE: ")
         wait_until(lambda: server.process.output.count("WRITE: ") > already + 3)
         server.check_client("4096", "10", "1")

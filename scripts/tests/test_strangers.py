@@ -9,6 +9,7 @@ import re
 import resource
 import signal
 import struct
+import subprocess
 import time
 
 import pytest
@@ -19,7 +20,7 @@ from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
 from marks import not_over_verbs
 from messages import (ALIVE, BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
                       TABLE_ALIVE, TEXT, USAGE, base, request)
-from repository import PATIENT, build_variant, number
+from repository import PATIENT, QUICK_CXXFLAGS, build_variant, number
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -455,4 +456,105 @@ def test_far_back_in_the_queue(run, serve):
     time.sleep(1)
     client.signal(signal.SIGINT)
     assert client.wait() == 1, client.output
+    server.stop()
+
+
+# ---- What chapter 14 has its reader try ----
+
+# The second has a defence against each of these, and the first has none.
+attacked = pytest.mark.parametrize("program", ["7_queue", "14_strangers"])
+over_tcp = not_over_verbs("the attacks make connections of TCP")
+GIVEN_UP = "nothing has happened for 10 s"
+
+
+def is_defended(program):
+    return program == "14_strangers"
+
+
+@attacked
+def test_reason(serve, program):
+    """scripts/empty asks for pages and names none. It is told why its session ends, or it
+    waits for pages that don't come."""
+    server = serve(program)
+    client = subprocess.run(
+        ["scripts/empty", program, server.address], cwd=ROOT, check=False, text=True,
+        capture_output=True, env={**os.environ, "CXXFLAGS": QUICK_CXXFLAGS})
+    assert client.returncode == 1, client
+    server.process.wait_for(r"^\[1\] error: bad message: ")
+    assert ("the server has refused: bad message: its sizes do not fit together"
+            if is_defended(program) else GIVEN_UP) in client.stderr
+    server.stop()
+
+
+@over_tcp
+@attacked
+def test_greeting(serve, program):
+    """scripts/stranger ends a session whose messages carry no nonce, and none that has
+    one."""
+    server = serve(program, "tcp")
+    client = server.start_client("65536", "100", "1000000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    done = subprocess.run(
+        ["scripts/stranger", server.address], cwd=ROOT, check=False, text=True,
+        capture_output=True, env={**os.environ, "BUILD": BUILD, "FI_PROVIDER": "tcp"})
+    assert done.returncode == 0 and "to port " in done.stdout, done
+    if is_defended(program):
+        already = server.process.output.count("WRITE: ")
+        server.process.wait_for("WRITE: ", count=already + 3)
+        assert not server.errors()
+    else:
+        server.process.wait_for(r"^\[1\] error: bad message: type 1819043144$")
+    client.signal(signal.SIGKILL)
+    client.wait()
+    server.process.signal(signal.SIGTERM)
+
+
+@attacked
+@pytest.mark.long
+def test_ninth_client(run, tmp_path, program):
+    """It takes a busy server for a dead one, unless it is told that it has to wait. Eight
+    stand still meanwhile, and the server is patient with them."""
+    server = Server(run, build_variant(
+        tmp_path, program, ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;")), program)
+    for place in range(1, PLACES + 1):
+        client = server.start_client("4096", "1000", "1000000")
+        server.process.wait_for(rf"^\[{place}\] Received RandomFill")
+        client.signal(signal.SIGSTOP)
+    ninth = run([f"{BUILD}/{program}", server.address, "4096", "10", "1"])
+    if is_defended(program):
+        ninth.wait_for("^The server can't serve us yet: waiting$")
+        time.sleep(12)
+        assert ninth.popen.poll() is None, ninth.output
+    else:
+        assert ninth.wait() == 1 and f"{GIVEN_UP} while waiting for ACCEPT" in ninth.output
+    server.process.signal(signal.SIGKILL)
+
+
+@over_tcp
+@attacked
+def test_idle_strangers(run, serve, program):
+    """scripts/stranger takes the descriptors of a server that has only those which it was
+    given at first."""
+    server = serve(program, "tcp",
+                   wrapper=["sh", "-c", 'ulimit -Sn 256; exec "$0" "$@"'])
+    stranger = run(["scripts/stranger", "-c", "300", server.address])
+    folder = f"/proc/{server.process.popen.pid}/fd"
+    end = time.monotonic() + 30 * TIME_FACTOR
+    while len(os.listdir(folder)) < 256:
+        assert time.monotonic() < end, stranger.output
+        time.sleep(0.1)
+    client = server.start_client("4096", "10", "1")
+    assert (client.wait(), GIVEN_UP in client.output) == (
+        (0, False) if is_defended(program) else (1, True)), client.output
+    server.process.signal(signal.SIGTERM)
+
+
+@over_tcp
+@attacked
+def test_closed_files(serve, program):
+    """Without standard input and error, a server prints its errors into a file of
+    libfabric's, unless it has taken these numbers first."""
+    server = serve(program, "tcp", wrapper=["sh", "-c", 'exec "$0" "$@" <&- 2>&-'])
+    files = {os.readlink(f"/proc/{server.process.popen.pid}/fd/{fd}") for fd in (0, 2)}
+    assert (files == {"/dev/null"}) == is_defended(program)
     server.stop()

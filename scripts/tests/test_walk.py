@@ -15,8 +15,7 @@ import pytest
 import moves
 from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here,
                      owned_shm_files, shares, write_source)
-from repository import (PATIENT, QUICK_CXXFLAGS, QUICKLY, ROOT, build_moves, build_variant,
-                        make)
+from repository import PATIENT, QUICKLY, ROOT, build_moves, build_variant, make
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
@@ -237,64 +236,6 @@ def test_still(run, tmp_path):
         go_on.touch()
         assert client.communicate(timeout=90)[0].endswith(end)
     server.process.signal(signal.SIGTERM)
-
-
-@after(5, "dead refuse")
-def test_reason(walk):
-    """A client whose session ends only learns why once the server tells it. scripts/empty
-    sends an empty text, which a command line can't have."""
-    words = [moves.word(path) for path in moves.patches("5_reverse")]
-    for word in "dead", "refuse":
-        server = walk(5, word)
-        client = subprocess.run(
-            ["scripts/empty", f"5.{words.index(word) + 1}", server.address], cwd=ROOT,
-            env={**os.environ, "CXXFLAGS": QUICK_CXXFLAGS}, capture_output=True, text=True, check=False)
-        assert client.returncode == 1
-        server.process.wait_for("error: bad message: its text is empty")
-        assert ("the server has refused: bad message: its text is empty" if
-                word == "refuse" else GIVEN_UP) in client.stderr
-
-
-@over_tcp
-@may_warn("5.7", "5.8")
-@after(5, "refuse nonce")
-def test_stranger(walk, still):
-    """scripts/stranger ends a session whose messages carry no nonce, and none that has
-    one."""
-    for word in "refuse", "nonce":
-        server = walk(5, word, RXM)
-        client = still(server, RXM)
-        server.process.wait_for("Received CONNECT")
-        done = subprocess.run(
-            ["scripts/stranger", server.address], cwd=ROOT, check=False, capture_output=True,
-            text=True, env={**os.environ, "BUILD": BUILD, **({"FI_PROVIDER": RXM} if RXM else {})})
-        assert done.returncode == 0 and "to port " in done.stdout, done
-        if word == "refuse":
-            server.process.wait_for(r"^\[1\] error: bad message: 13 bytes of type")
-            assert "the server has refused: bad message: 13 bytes" in go(client)
-        else:
-            time.sleep(0.3)
-            assert "The text is correct" in go(client)
-
-
-@may_warn("5_reverse")
-@after(5, "nonce line")
-def test_places_of_those_who_stand_still(run, still, tmp_path):
-    """A client that has to wait takes the server for dead, unless it is told so. This
-    server is patient: no place is free again before the client gives up, however long a
-    busy machine takes to start them all."""
-    words = [moves.word(path) for path in moves.patches("5_reverse")]
-    position = words.index("nonce") + 1
-    folder = build_variant(tmp_path, "5_reverse",
-                           ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"),
-                           source=moves.states("5_reverse")[position])
-    server = First(run, folder, "5_reverse")
-    server.path = f"{build_moves([f'5.{position}'])}/5.{position}"
-    for _ in range(8):
-        still(server)
-    server.process.wait_for("Received CONNECT", count=8)
-    last = server.start_client()
-    assert last.wait() == 1 and f"waiting for ACCEPT: {GIVEN_UP}" in last.output
 
 
 @pytest.fixture

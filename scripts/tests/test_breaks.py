@@ -2,6 +2,7 @@
 wrong as its chapter says, with the commands that its patch names. And what else goes
 wrong when the reader types it."""
 
+import contextlib
 import os
 import re
 import shutil
@@ -73,24 +74,44 @@ def test_4_hello_knows_no_sender(run, tmp_path):
     server.stop()
 
 
+@contextlib.contextmanager
+def stopped(server, path=None, *args):
+    """A client over shm, of the broken 5_reverse, that has posted its text and stopped."""
+    client = subprocess.Popen([path or server.path, server.address, *args], text=True,
+                              stdout=subprocess.PIPE,
+                              env={**os.environ, "FI_PROVIDER": "shm"})
+    try:
+        os.waitid(os.P_PID, client.pid, os.WSTOPPED | os.WNOWAIT)
+        yield client
+    finally:
+        client.kill()
+        client.communicate()
+
+
 @pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
 @pytest.mark.thorough
 def test_5_reverse(run, broken):
-    """A client is killed while it stands still. What is in flight to it never ends, and the
-    right server closes its endpoint all the same."""
-    wrong, right = servers = [broken("5_reverse", "shm"),
-                              Server(run, BUILD, "5_reverse", "shm")]
-    for server in servers:
-        subprocess.run(["scripts/still", "-k", "1", server.path, server.address], cwd=ROOT,
-                       env={**os.environ, "FI_PROVIDER": "shm"}, check=True)
-        # A later process with the same number would find its file in use.
-        address = server.process.wait_for(r"^\[1\] Received CONNECT .* (\w+)$")[1]
-        os.unlink("/dev/shm/" + bytes.fromhex(address)[len("fi_shm://"):-1].decode())
-    for server in servers:
-        server.process.wait_for(r"^\[1\] error: waiting for the client: nothing has", 30)
-        server.check_client()
-    wrong.process.wait_for("^SENDs in flight: 1$", count=3)
-    assert "SENDs" not in right.process.output
+    """A client is killed once it has posted its text. What is in flight to it never ends,
+    and the right server closes its endpoint all the same. If the client is only late, it
+    takes its answer."""
+    late, wrong, right = servers = [broken("5_reverse", "shm"), broken("5_reverse", "shm"),
+                                    Server(run, BUILD, "5_reverse", "shm")]
+    with stopped(late) as client:
+        for server in wrong, right:
+            with stopped(server, wrong.path) as dead:
+                dead.kill()
+            # A later process with the same number would find its file in use.
+            address = server.process.wait_for(r"^\[1\] Received CONNECT .* (\w+)$")[1]
+            os.unlink("/dev/shm/" + bytes.fromhex(address)[len("fi_shm://"):-1].decode())
+        for server in servers:
+            server.process.wait_for(
+                r"^\[1\] error: nothing has happened for 10 s while waiting for the client", 30)
+        right.check_client()
+        for server in wrong, late:
+            server.process.wait_for("^SENDs in flight: 1$", count=3)
+        assert "SENDs" not in right.process.output
+        client.send_signal(signal.SIGCONT)
+        assert client.communicate(timeout=30)[0].endswith("The text is correct.\n")
     for server in servers:
         server.stop()
 
@@ -98,7 +119,7 @@ def test_5_reverse(run, broken):
 @ends_in_a_rendezvous
 @pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
 @pytest.mark.thorough
-def test_5_reverse_late(run, tmp_path):
+def test_5_reverse_late(run, broken, tmp_path):
     """A client that is only late, as an appendix has it: over shm it reads memory of the
     server that the server has back."""
     source = read(f"{ROOT}/src/5_reverse.cpp")
@@ -112,17 +133,12 @@ def test_5_reverse_late(run, tmp_path):
     shutil.copy(f"{ROOT}/Makefile", tmp_path)
     make("-C", str(tmp_path), *QUICKLY, "build/5_reverse")
     server = Server(run, f"{tmp_path}/build", "5_reverse", "shm")
-    # Nobody reads what it prints before the server has closed.
-    late = subprocess.Popen([server.path, server.address, "x" * 65528],
-                            stdout=subprocess.PIPE,
-                            env={**os.environ, "FI_PROVIDER": "shm"})
-    try:
+    # The client's pipe takes all that it prints before it stops.
+    with stopped(server, broken("5_reverse", "shm").path, "x" * 9000) as late:
         server.process.wait_for(r"^\[1\] error: ", 30)
         time.sleep(2)
-        assert late.communicate(timeout=30)[0].endswith(b": " + b"#" * 65528 + b"\n")
-    finally:
-        late.kill()
-        late.wait()
+        late.send_signal(signal.SIGCONT)
+        assert ": " + "#" * 9000 + "\n" in late.communicate(timeout=30)[0]
     server.check_client()
     server.stop()
 

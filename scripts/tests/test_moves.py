@@ -55,9 +55,8 @@ PROMISES = {
         "introduce": Promise([["lager"]], "^Sent 5 bytes\\.$",
                              {"^Received CONNECT message from client ": 1,
                               "^Received 5 bytes: lager$": 1}),
-        "send": Promise([["lager"]], "^Sent CONNECT message to server$",
-                        {"^Received CONNECT message from client ": 1,
-                         "^Received 5 bytes: lager$": 1})},
+        "endpoint": LAGER._replace(clients=[["lager"]] * 2, server={"\\] Done\\.$": 2}),
+        "round": LAGER._replace(clients=[["lager"]] * 4, server={"\\] Done\\.$": 4})},
     "6_write": {
         "": Promise([["65536", "20"]] * 2, "^Data is correct\\.$",
                     {"WRITE: 100%, 20/20$": 2}),

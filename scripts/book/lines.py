@@ -24,8 +24,8 @@ import moves  # noqa: E402
 # rises. The aims are 60 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
 # for 10_lock, and a fifth for the others: there, readers skipped what was quoted only
 # because it was new.
-LEAST = {"2_first": 59, "4_hello": 60, "5_reverse": 50, "6_write": 50, "7_queue": 50,
-         "8_malloc": 21, "9_file": 24, "10_lock": 33, "11_rails": 23, "12_sleep": 47,
+LEAST = {"2_first": 61, "4_hello": 60, "5_reverse": 51, "6_write": 50, "7_queue": 50,
+         "8_malloc": 21, "9_file": 24, "10_lock": 33, "11_rails": 23, "12_sleep": 48,
          "13_crowd": 18}
 
 # What there is nothing to say about: blank lines, comments, includes, lone braces.

@@ -35,6 +35,8 @@ def pytest_configure(config):
         "markers", "may_warn(pattern, provider, program): it may print this warning")
     config.addinivalue_line("markers", "thorough: only make test-all runs it")
     config.addinivalue_line(
+        "markers", "static: make check runs it, because it needs no program that is built")
+    config.addinivalue_line(
         "markers", "every_program: with each of them, also where only examples are tried")
     config.addinivalue_line("markers", "long: it waits for more than half a minute")
 

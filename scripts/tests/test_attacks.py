@@ -3,7 +3,6 @@ an honest client beside it is served, and soon."""
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import re
 import resource
@@ -19,7 +18,7 @@ from fakes import (CrowdGuest, CrowdHost, FakeClient, FakeServer, new_nonce,
 from harness import PROGRAMS, ROOT, TIME_FACTOR, Server, is_here, provider_in
 from marks import not_over_verbs
 from messages import ACCEPT, BYE, GET, NOT_FOUND, TEXT, WAIT, base, with_nonce
-from repository import PATIENT, build_variant
+from repository import PATIENT, variant
 from table import TABLE
 
 pytestmark = [pytest.mark.builds("plain"),
@@ -33,10 +32,9 @@ CROWD = "13_crowd"
 # The line is the same in all of them, letter for letter, but 11_rails has one for each
 # adapter.
 ONE_LINE = ["5_reverse", "11_rails"]
-# One worker, so that a patient server is built once: see patient().
-one_worker = {program: pytest.mark.xdist_group(f"line of {program}") for program in ONE_LINE}
-with_one_line = pytest.mark.parametrize("program", [
-    pytest.param(program, marks=one_worker[program]) for program in ONE_LINE])
+# Their servers bear the silence of those who have their places.
+PATIENT_ONES = {program: variant(program, PATIENT) for program in ONE_LINE}
+with_one_line = pytest.mark.parametrize("program", ONE_LINE)
 JUNK = b"Z" * 24
 
 
@@ -106,13 +104,6 @@ def leave(client, place):
     client.send(base(BYE))
 
 
-@pytest.fixture(scope="module")
-def patient(tmp_path_factory):
-    """Builds programs whose server bears the silence of those who have its places."""
-    return functools.cache(lambda program: build_variant(
-        tmp_path_factory.mktemp(program), program, PATIENT))
-
-
 # ---- Addresses of another family ----
 
 def of_another_family(address):
@@ -139,10 +130,10 @@ def test_another_family(run, serve, provider):
 
 
 @with_one_line
-def test_another_family_in_line(run, patient, program):
+def test_another_family_in_line(run, program):
     """All places are taken, so this one would be told to wait. Those who come later are
     told, and get in when somebody leaves."""
-    server = Server(run, patient(program), program, "tcp")
+    server = Server(run, PATIENT_ONES[program](), program, "tcp")
     client = FakeClient(run, server)
     places = take_places(client)
     client.peer(server.address)
@@ -160,10 +151,9 @@ def test_another_family_in_line(run, patient, program):
     server.stop()
 
 
-@one_worker["5_reverse"]
-def test_asking_at_once(run, patient):
+def test_asking_at_once(run):
     """Somebody who asks three times has one place in line, and gets one answer."""
-    server = Server(run, patient("5_reverse"), "5_reverse", "tcp")
+    server = Server(run, PATIENT_ONES["5_reverse"](), "5_reverse", "tcp")
     take_places(FakeClient(run, server))
     client = FakeClient(run, server)
     client.send(b"")  # so that it is connected
@@ -199,11 +189,13 @@ def test_junk_at_the_door(run, serve, program):
     server.stop()
 
 
-def test_junk_before_a_connect(run, tmp_path):
-    """A server does not sleep while there are messages that it has read. This one would
-    sleep for longer than the sender waits."""
-    server = Server(run, build_variant(
-        tmp_path, "12_sleep", ("kMaxSleep = 500ms", "kMaxSleep = 100s")), "12_sleep", "tcp")
+# It would sleep for longer than the sender waits.
+SLEEPER = variant("12_sleep", ("kMaxSleep = 500ms", "kMaxSleep = 100s"))
+
+
+def test_junk_before_a_connect(run):
+    """A server does not sleep while there are messages that it has read."""
+    server = Server(run, SLEEPER(), "12_sleep", "tcp")
     client = FakeClient(run, server)
     client.send(b"Z", as_it_is=True)
     server.process.wait_for("^error: bad message: ")
@@ -371,10 +363,10 @@ WAITING = 300
 
 @pytest.mark.long
 @with_one_line
-def test_invented_addresses_in_line(run, patient, program):
+def test_invented_addresses_in_line(run, program):
     """All who wait are told so, also where nobody listens. The server does not keep their
     addresses, nor the connections that it has made to them."""
-    server = Server(run, patient(program), program, "tcp")
+    server = Server(run, PATIENT_ONES[program](), program, "tcp")
     client = FakeClient(run, server)
     places = take_places(client)
     before = len(descriptors(server))

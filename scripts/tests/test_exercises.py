@@ -62,6 +62,7 @@ def test_answer(tmp_path, number, program):
 
 
 @exercises
+@pytest.mark.static
 @pytest.mark.every_program
 def test_answer_applies(number, program):
     """To the letter: `git apply` knows no fuzz. An offset would be one, too, once
@@ -75,6 +76,7 @@ def test_answer_applies(number, program):
             f"b/src/{program}.cpp"]
 
 
+@pytest.mark.static
 def test_exercises_are_not_tests():
     """Plain pytest does not collect what has to fail. That each program has an
     exercise and an answer, test_tools.py checks."""

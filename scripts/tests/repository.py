@@ -63,10 +63,17 @@ def patched(patch, root=ROOT):
                 file.write(patched(other, root))
         else:
             shutil.copy(f"{root}/src/{before}.cpp", f"{folder}/src")
-        subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
-                       check=True)
-        with open(f"{folder}/src/{after}.cpp") as file:
-            return file.read()
+        return applied(patch, root, folder, f"src/{after}.cpp")
+
+
+def applied(patch, root, folder, path):
+    """What a patch makes of a file in this folder."""
+    done = subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
+                          check=False, text=True, capture_output=True)
+    if done.returncode:
+        raise ValueError(f"{patch}: {done.stderr.strip()}")
+    with open(f"{folder}/{path}") as file:
+        return file.read()
 
 
 # For variant(): a server that bears the silence of its clients. On a busy machine its
@@ -99,7 +106,8 @@ def variant(program, *changes, source=None):
 
 def replaced(text, *changes):
     for old, new in changes:
-        assert text.count(old) == 1, f"it has {text.count(old)} times: {old}"
+        if text.count(old) != 1:
+            raise ValueError(f"it has {text.count(old)} times: {old}")
         text = text.replace(old, new)
     return text
 
@@ -131,10 +139,7 @@ def broken(patch, root=ROOT):
     with tempfile.TemporaryDirectory() as folder:
         os.mkdir(f"{folder}/src")
         shutil.copy(f"{root}/{path}", f"{folder}/{path}")
-        subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
-                       check=True)
-        with open(f"{folder}/{path}") as file:
-            return file.read()
+        return applied(patch, root, folder, path)
 
 
 def build_moves(names):

@@ -30,11 +30,13 @@ MOVE = re.compile(r"(\d+)\.(\d+) \S")
 
 
 class Block:
-    """A fenced block: its info string, the number of its first line, its lines."""
+    """A fenced block: its info string, the number of its first line, how far it is
+    indented, its lines."""
 
-    def __init__(self, info, line):
+    def __init__(self, info, line, indent):
         self.info = info
         self.line = line
+        self.indent = indent
         self.lines = []
         self.closed = False
 
@@ -72,15 +74,15 @@ class Page:
         for line_number, line in enumerate(self.text.split("\n"), 1):
             fence = FENCE.match(line)
             if block is None and fence:
-                block = Block(fence[3], line_number + 1)
-                indent, marks = fence[1], fence[2]
+                block = Block(fence[3], line_number + 1, fence[1])
+                marks = fence[2]
                 self.blocks.append(block)
             elif block is not None:
                 if fence and fence[2].startswith(marks) and not fence[3]:
                     block.closed = True
                     block = None
                 else:
-                    block.lines.append(line.removeprefix(indent).rstrip())
+                    block.lines.append(line.removeprefix(block.indent).rstrip())
             else:
                 prose.append(line)
                 continue

@@ -135,13 +135,8 @@ def apply(page, edits, what):
     """Writes edits into a page, and says so."""
     rows = page.text.split("\n")
     for line in sorted(edits, reverse=True):
-        indent = rows[line - 1][:len(rows[line - 1]) - len(rows[line - 1].lstrip())]
-        block = next((block for block in page.blocks
-                      if block.line <= line < block.line + len(block.lines)), None)
-        if block:
-            indent = indent[:len(rows[line - 1]) - len(block.lines[line - block.line])]
-        else:
-            indent = ""
+        indent = next((block.indent for block in page.blocks
+                       if block.line <= line < block.line + len(block.lines)), "")
         if edits[line]:
             print(page.message(line, f"{what}: {' | '.join(edits[line]).strip()[:90]}"))
         rows[line - 1:line] = [(indent + new).rstrip() for new in edits[line]]

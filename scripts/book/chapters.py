@@ -900,7 +900,8 @@ def matches(expected, lines):
 
 def mended(shown, printed):
     """What takes the place of which lines of a transcript, by their indices, so that it
-    shows what was printed; what is the same in each run stays. None if that is not clear."""
+    shows what was printed; what is the same in each run stays. None if that is not clear, or
+    if something went wrong."""
     old, new = with_places(shown), with_places(printed)
     before, after = [text for text, _ in old], [text for text, _ in new]
     edits = {}
@@ -922,6 +923,9 @@ def mended(shown, printed):
             edits[gone[0][1]] = lines
         elif i1:
             edits[old[i1 - 1][1]] = [shown[old[i1 - 1][1]], *lines]
+    if any(re.search(r"\b(error|warning): ", line) for now in edits.values() for line in now
+           if line not in shown):
+        return None
     result = [line for at, now in enumerate(shown) for line in edits.get(at, [now])]
     return edits if matches(normalised(result), normalised(printed)) else None
 

@@ -82,6 +82,7 @@ def test_unclear_excerpts_are_left(tmp_path):
     ("took 1.5 s\nold", "took 2.5 s\nnew", "took 1.5 s\nnew"),
     ("a\n...\nthe end", "a\nx\ny\nthe end!", "a\n...\nthe end!"),
     ("a\n...\nthe end", "b", None),
+    ("Sent 13 bytes", "error: no route", None),
     (f"  {'0' * 16}\n  run {'0' * 16}", f"  {'1' * 16}\n  do run {'1' * 16}",
      f"  {'0' * 16}\n  do run {'0' * 16}"),
     ("client | a\nserver | b", "server | c\nclient | a", "client | a\nserver | c"),

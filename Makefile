@@ -13,6 +13,7 @@
 #   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
 #                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
 #                   BEHIND=build/strict.so: a library between the recorder and libfabric
+#   WRITE           for `make check`: WRITE=1 writes anew what follows from the programs
 #   FORCE           for `make type-5.3`: FORCE=1 writes over src/my_5.cpp
 #   DIR, SOURCE     for `make watch`: the folder with the records, and the program's source
 #   RUNS, SIZES, PROVIDERS
@@ -193,7 +194,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo report moves watch test test-all test-rdma mutants fuzz bench \
+.PHONY: demo report moves watch check test test-all test-rdma mutants fuzz bench \
   bench-variants bench-file bench-lock \
   bench-rails bench-crowd lint book test-book figures clean help
 # These targets install what they need first. Only then is there a libfabric to
@@ -210,6 +211,12 @@ report:
 	-@$(MAKE) --no-print-directory -k $(sort $(addprefix $(BUILD)/,4_hello 6_write \
 	  7_queue $(CHAPTER) watch.so))
 	@BUILD='$(BUILD)' CHAPTER='$(CHAPTER)' python3 scripts/report.py
+
+# In a minute, what needs no program. WRITE=1 first writes anew what follows from the
+# programs.
+check:
+	@scripts/install-deps.sh build test
+	@WRITE='$(WRITE)' scripts/check.sh
 
 test:
 	@scripts/install-deps.sh build test book
@@ -320,10 +327,8 @@ typed-%:
 	@scripts/moves/type.sh $@
 
 lint:
-	@scripts/install-deps.sh lint
-	clang-format --dry-run -Werror $(PROGRAMS:%=src/%.cpp) scripts/*/*.cpp
-	@for move in $(MOVES); do python3 scripts/moves/moves.py state $$move | \
-	  clang-format --dry-run -Werror --assume-filename=src/$$move.cpp || exit 1; done
+	@scripts/install-deps.sh lint test
+	@scripts/check.sh -k test_format
 
 # The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
 # It says what it installs before it does.
@@ -351,6 +356,7 @@ help:
 	@echo 'make mine       build one of your own, src/mine.cpp'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
 	@echo 'make report     try an adapter or a GPU, and print what to send us'
+	@echo 'make check      check what needs no program: chapters, patches (WRITE=1: mend them)'
 	@echo 'make test       build and check everything'
 	@echo 'make test-all   check with every program, provider and build: twice as long'
 	@echo 'make test-rdma  run the programs over real verbs, without a card'

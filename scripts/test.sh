@@ -2,6 +2,7 @@
 # Builds everything that the tests run, then runs them.
 #
 # Usage: scripts/test.sh [PYTEST_OPTION...]
+#   scripts/test.sh                        runs scripts/check.sh first, before it builds
 #   scripts/test.sh -k test_four_clients   runs one test
 #   scripts/test.sh -k test_chapters       runs those of one file
 # Named like this, a test runs with every program and provider that it takes. Without
@@ -25,6 +26,11 @@ done
 # The tests look for the programs here.
 export BUILD=build
 export ALL=${ALL:-$(($# > 0))}
+
+[ $# -gt 0 ] || {
+  scripts/check.sh
+  set -- -m "not static"
+}
 
 # Compiles the headers of the programs once, for what is built with these options. Where
 # that fails, all is compiled as usual.

@@ -30,11 +30,13 @@ MOVE = re.compile(r"(\d+)\.(\d+) \S")
 
 
 class Block:
-    """A fenced block: its info string, the number of its first line, its lines."""
+    """A fenced block: its info string, the number of its first line, how far it is
+    indented, its lines."""
 
-    def __init__(self, info, line):
+    def __init__(self, info, line, indent):
         self.info = info
         self.line = line
+        self.indent = indent
         self.lines = []
         self.closed = False
 
@@ -72,15 +74,15 @@ class Page:
         for line_number, line in enumerate(self.text.split("\n"), 1):
             fence = FENCE.match(line)
             if block is None and fence:
-                block = Block(fence[3], line_number + 1)
-                indent, marks = fence[1], fence[2]
+                block = Block(fence[3], line_number + 1, fence[1])
+                marks = fence[2]
                 self.blocks.append(block)
             elif block is not None:
                 if fence and fence[2].startswith(marks) and not fence[3]:
                     block.closed = True
                     block = None
                 else:
-                    block.lines.append(line.removeprefix(indent).rstrip())
+                    block.lines.append(line.removeprefix(block.indent).rstrip())
             else:
                 prose.append(line)
                 continue
@@ -833,8 +835,13 @@ def transcripts(page):
 
 def normalised(lines):
     """What is the same in each run."""
+    return [text for text, _ in with_places(lines)]
+
+
+def with_places(lines):
+    """What is the same in each run, with the index of each line."""
     result = []
-    for line in lines:
+    for at, line in enumerate(lines):
         line = re.sub(r"\bdomain: [^,\s]+", "domain: D", line.rstrip())
         line = re.sub(r"\bfabric: [^,\s]+", "fabric: F", line)
         line = ADDRESS.sub("ADDRESS", line)
@@ -857,14 +864,14 @@ def normalised(lines):
             continue
         if re.match(r"make(\[\d+\])?: .* is up to date\.$", line):
             continue
-        result.append(line)
-    while result and not result[-1]:
+        result.append((line, at))
+    while result and not result[-1][0]:
         result.pop()
     # A demo's lines come as its two programs write them.
     labels = ["", "client | ", "server | "]
-    if any(line.startswith(labels[2]) for line in result):
-        result.sort(key=lambda line: max(
-            i for i, label in enumerate(labels) if line.startswith(label)))
+    if any(line.startswith(labels[2]) for line, _ in result):
+        result.sort(key=lambda found: max(
+            i for i, label in enumerate(labels) if found[0].startswith(label)))
     return result
 
 
@@ -891,6 +898,38 @@ def matches(expected, lines):
     return end >= position and lines[end:] == last
 
 
+def mended(shown, printed):
+    """What takes the place of which lines of a transcript, by their indices, so that it
+    shows what was printed; what is the same in each run stays. None if that is not clear, or
+    if something went wrong."""
+    old, new = with_places(shown), with_places(printed)
+    before, after = [text for text, _ in old], [text for text, _ in new]
+    edits = {}
+    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(
+            None, before, after, False).get_opcodes():
+        if tag == "equal":
+            continue
+        gone = [(text, at) for text, at in old[i1:i2] if text != "..."]
+        # A reader finds the address of the page in all its commands.
+        addresses = {*ADDRESS.findall("\n".join(shown[at] for _, at in gone))}
+        lines = [ADDRESS.sub(*addresses, printed[at]) if len(addresses) == 1 else printed[at]
+                 for _, at in new[j1:j2]]
+        if len(gone) < i2 - i1:  # `...` is one of them
+            for text, at in gone:
+                close = difflib.get_close_matches(text, after[j1:j2], 1)
+                edits[at] = [lines[after[j1:j2].index(close[0])]] if close else [shown[at]]
+        elif gone:
+            edits.update({at: [] for _, at in gone})
+            edits[gone[0][1]] = lines
+        elif i1:
+            edits[old[i1 - 1][1]] = [shown[old[i1 - 1][1]], *lines]
+    if any(re.search(r"\b(error|warning): ", line) for now in edits.values() for line in now
+           if line not in shown):
+        return None
+    result = [line for at, now in enumerate(shown) for line in edits.get(at, [now])]
+    return edits if matches(normalised(result), normalised(printed)) else None
+
+
 class Rerun:
     """Runs a page's transcripts again, from the repository's root and in their
     order, and compares what comes out.
@@ -907,6 +946,9 @@ class Rerun:
         self.patience = patience
         self.server = None
         self.messages = []
+        # Which of these need no human, and what to write: new lines, by the line of the page.
+        self.mended = []
+        self.edits = {}
         self.status = 0
         # The moves that it runs are built as quickly as for their own tests.
         typed = "\n".join(command or "" for _, command, _ in transcripts(page))
@@ -927,6 +969,7 @@ class Rerun:
     def one(self, line, command, output):
         if command is None and self.server:
             self.output += output
+            self.places += range(line, line + len(output))
         elif command is None:
             self.tell(line, "a transcript without a command")
         elif command == "echo $?":
@@ -943,15 +986,19 @@ class Rerun:
     def tell(self, line, text):
         self.messages.append(self.page.message(line, text))
 
-    def compare(self, line, command, expected, printed):
-        expected = normalised(expected)
-        printed = normalised(line.replace(f"{self.folder}/", "build/") for line in printed)
-        if not matches(expected, printed):
+    def compare(self, line, command, shown, printed, places=None):
+        printed = [line.replace(f"{self.folder}/", "build/") for line in printed]
+        expected = normalised(shown)
+        if not matches(expected, normalised(printed)):
             diff = difflib.unified_diff(
-                expected, printed, f"{self.page.path}:{line}",
+                expected, normalised(printed), f"{self.page.path}:{line}",
                 "what it prints", lineterm="")
             self.tell(line, f"`{command}` prints something else:\n"
                             + "\n".join(diff))
+            if (edits := mended(shown, printed)) is not None:
+                places = places or range(line + 1, line + 1 + len(shown))
+                self.edits.update({places[at]: new for at, new in edits.items()})
+                self.mended.append(self.messages[-1])
 
     def command(self, line, command, output):
         typed = command
@@ -994,6 +1041,7 @@ class Rerun:
         self.address = match[1]
         self.server = process
         self.line, self.shown, self.output = line, command, output
+        self.places = [*range(line + 1, line + 1 + len(output))]
         self.status = 0  # seen to when it ends
 
     def end_server(self):
@@ -1027,7 +1075,8 @@ class Rerun:
         # The first moves catch no signals.
         if status != 0 and not (status == -signum and MOVE_PROGRAM.search(self.shown)):
             self.tell(self.line, f"`{self.shown}` exits with {status}")
-        self.compare(self.line, self.shown, output, process.output.splitlines())
+        self.compare(self.line, self.shown, output, process.output.splitlines(),
+                     self.places)
 
 
 def check_transcripts(page, run, patience=10):

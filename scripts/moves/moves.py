@@ -329,9 +329,26 @@ def resolve(mine, base, theirs, insert, said):
     return result
 
 
+def left_to_do(mine, base, theirs):
+    """What was done to base, without the blocks that mine has got already: git would merge
+    a block a second time where it stands beside other lines."""
+    mine, base, theirs = lines_of(mine), lines_of(base), lines_of(theirs)
+
+    def has(lines, block):
+        return any(lines[at:at + len(block)] == block for at in range(len(lines)))
+
+    return "".join(
+        line for tag, i1, i2, j1, j2 in
+        difflib.SequenceMatcher(None, base, theirs, False).get_opcodes()
+        for line in (base[i1:i2] if tag in ("insert", "replace")
+                     and has(mine, theirs[j1:j2]) and not has(base, theirs[j1:j2])
+                     else theirs[j1:j2]))
+
+
 def merge(mine, base, theirs, insert, said):
     """Merges what was done to base into mine. Leaves the markers of a conflict that takes
     a human."""
+    theirs = left_to_do(mine, base, theirs)
     with tempfile.TemporaryDirectory() as folder:
         files = {"this move": mine, "before": base, "after": theirs}
         for file, text in files.items():

@@ -35,6 +35,8 @@ def pytest_configure(config):
         "markers", "may_warn(pattern, provider, program): it may print this warning")
     config.addinivalue_line("markers", "thorough: only make test-all runs it")
     config.addinivalue_line(
+        "markers", "static: make check runs it, because it needs no program that is built")
+    config.addinivalue_line(
         "markers", "every_program: with each of them, also where only examples are tried")
     config.addinivalue_line("markers", "long: it waits for more than half a minute")
 
@@ -134,8 +136,10 @@ threading.Thread(target=note_stalls, daemon=True).start()
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
     """Over verbs, tells that crash from a failure of ours. If the machine stood still
-    meanwhile, a failure says so."""
+    meanwhile, a failure says so. What is static needs no more than the message."""
     report = (yield).get_result()
+    if report.failed and item.get_closest_marker("static"):
+        report.longrepr = str(call.excinfo.value) or call.excinfo.exconly()
     seconds = [end - begin for begin, end in STALLS if end > call.start]
     if report.failed and seconds:
         report.sections.append(("this machine", "It stood still, or had far too much to "

@@ -1,4 +1,4 @@
-"""Marks that several test files need."""
+"""Marks, and a failure, that several test files need."""
 
 import pytest
 
@@ -33,6 +33,12 @@ def ends_in_a_rendezvous(test):
         test = pytest.mark.may_warn("fi_close: Device or resource busy", "tcp;ofi_rxm",
                                     program)(test)
     return test
+
+
+def nothing_wrong(messages):
+    """Fails with the messages of a check alone, each of which names a place."""
+    if messages:
+        pytest.fail("\n".join(messages), pytrace=False)
 
 
 def not_over_verbs(why):

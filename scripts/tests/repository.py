@@ -2,10 +2,12 @@
 checks of the chapters need no more than this."""
 
 import fcntl
+import hashlib
 import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 
 ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../..")
@@ -66,35 +68,73 @@ def patched(patch, root=ROOT):
                 file.write(patched(other, root))
         else:
             shutil.copy(f"{root}/src/{before}.cpp", f"{folder}/src")
-        subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
-                       check=True)
-        with open(f"{folder}/src/{after}.cpp") as file:
-            return file.read()
+        return applied(patch, root, folder, f"src/{after}.cpp")
 
 
-# For build_variant: a server that bears the silence of its clients. On a busy machine its
+def applied(patch, root, folder, path):
+    """What a patch makes of a file in this folder."""
+    done = subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
+                          check=False, text=True, capture_output=True)
+    if done.returncode:
+        raise ValueError(f"{patch}: {done.stderr.strip()}")
+    with open(f"{folder}/{path}") as file:
+        return file.read()
+
+
+# For variant(): a server that bears the silence of its clients. On a busy machine its
 # 10 s may be over before a test has come to the point.
 PATIENT = ('CheckSilence("waiting for the client")',
            'CheckSilence("waiting for the client", 1000s)')
 
 
-def build_variant(folder, program, *changes, source=None):
-    """Builds a program, or another source under its name, with other texts in the place of
-    some, each of which it has once: shorter limits, for example, so that a test need not
-    wait for them. Returns the folder that it is in."""
-    if source is None:
-        with open(f"{ROOT}/src/{program}.cpp") as file:
-            source = file.read()
-    for old, new in changes:
-        assert source.count(old) == 1, old
-        source = source.replace(old, new)
-    (folder / "src").mkdir()
-    (folder / "src" / f"{program}.cpp").write_text(source)
-    shutil.copy(f"{ROOT}/Makefile", folder)
+# All that variant() has been called for: where, and what makes the source.
+VARIANTS = []
+
+
+def variant(program, *changes, source=None):
+    """A program, or another source under its name, with other texts in the place of some,
+    each of which it has once: shorter limits, for example, so that a test need not wait for
+    them. Returns a function that builds it and returns the folder that it is in. Called at
+    the top of a test file, so that `make check` sees whether the texts are still there."""
+    def changed():
+        return replaced(source() if source else read_source(program), *changes)
+
+    # The line at the top of the test file.
+    where, frame = "", sys._getframe(1)
+    while frame.f_code.co_filename.startswith(f"{ROOT}/scripts/tests/"):
+        where = f"{os.path.relpath(frame.f_code.co_filename, ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    VARIANTS.append((where, changed))
     # A mutant may leave something unused.
-    make("-C", str(folder), "BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS} -Wno-error",
-         "CUDA_HOME=", f"build/{program}")
-    return str(folder / "build")
+    return lambda: build_source(program, changed(), "-Wno-error")
+
+
+def replaced(text, *changes):
+    for old, new in changes:
+        if text.count(old) != 1:
+            raise ValueError(f"it has {text.count(old)} times: {old}")
+        text = text.replace(old, new)
+    return text
+
+
+def read_source(program):
+    with open(f"{ROOT}/src/{program}.cpp") as file:
+        return file.read()
+
+
+def build_source(name, text, *flags):
+    """Builds a program from this text, once for all tests. Returns the folder it is in."""
+    folder = f"{ROOT}/build/variants/{name}-{hashlib.sha1(text.encode()).hexdigest()[:10]}"
+    os.makedirs(f"{folder}/src", exist_ok=True)
+    with open(f"{folder}/lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not os.path.exists(f"{folder}/src/{name}.cpp"):
+            with open(f"{folder}/src/{name}.cpp", "w") as file:
+                file.write(text)
+        shutil.copy(f"{ROOT}/Makefile", folder)
+        make("-C", folder, "BUILD=build", f"CXXFLAGS={' '.join([QUICK_CXXFLAGS, *flags])}",
+             "CUDA_HOME=", f"build/{name}")
+    return f"{folder}/build"
 
 
 def broken(patch, root=ROOT):
@@ -104,10 +144,7 @@ def broken(patch, root=ROOT):
     with tempfile.TemporaryDirectory() as folder:
         os.mkdir(f"{folder}/src")
         shutil.copy(f"{root}/{path}", f"{folder}/{path}")
-        subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
-                       check=True)
-        with open(f"{folder}/{path}") as file:
-            return file.read()
+        return applied(patch, root, folder, path)
 
 
 def build_moves(names):

@@ -4,7 +4,6 @@ soon."""
 
 import concurrent.futures
 import contextlib
-import functools
 import os
 import re
 import resource
@@ -20,7 +19,7 @@ from fakes import (CrowdGuest, CrowdHost, FakeClient, FakeServer, new_nonce,
 from harness import PROGRAMS, ROOT, TIME_FACTOR, Server, is_here, provider_in
 from marks import not_over_verbs
 from messages import ACCEPT, BYE, GET, NOT_FOUND, TEXT, WAIT, base, with_nonce
-from repository import PATIENT, build_variant, number
+from repository import PATIENT, number, variant
 from table import TABLE
 
 pytestmark = [pytest.mark.builds("plain"),
@@ -36,10 +35,9 @@ STRANGERS, CROWD = "14_strangers", "13_crowd"
 # The line is the same in all of them, letter for letter, but 11_rails has one for each
 # adapter.
 ONE_LINE = [STRANGERS, "11_rails"]
-# One worker, so that a patient server is built once: see patient().
-one_worker = {program: pytest.mark.xdist_group(f"line of {program}") for program in ONE_LINE}
-with_one_line = pytest.mark.parametrize("program", [
-    pytest.param(program, marks=one_worker[program]) for program in ONE_LINE])
+# Their servers bear the silence of those who have their places.
+PATIENT_ONES = {program: variant(program, PATIENT) for program in ONE_LINE}
+with_one_line = pytest.mark.parametrize("program", ONE_LINE)
 JUNK = b"Z" * 24
 
 
@@ -109,13 +107,6 @@ def leave(client, place):
     client.send(base(BYE))
 
 
-@pytest.fixture(scope="module")
-def patient(tmp_path_factory):
-    """Builds programs whose server bears the silence of those who have its places."""
-    return functools.cache(lambda program: build_variant(
-        tmp_path_factory.mktemp(program), program, PATIENT))
-
-
 # ---- Addresses of another family ----
 
 def of_another_family(address):
@@ -142,10 +133,10 @@ def test_another_family(run, serve, provider):
 
 
 @with_one_line
-def test_another_family_in_line(run, patient, program):
+def test_another_family_in_line(run, program):
     """All places are taken, so this one would be told to wait. Those who come later are
     told, and get in when somebody leaves."""
-    server = Server(run, patient(program), program, "tcp")
+    server = Server(run, PATIENT_ONES[program](), program, "tcp")
     client = FakeClient(run, server)
     places = take_places(client)
     client.peer(server.address)
@@ -163,10 +154,9 @@ def test_another_family_in_line(run, patient, program):
     server.stop()
 
 
-@one_worker[STRANGERS]
-def test_asking_at_once(run, patient):
+def test_asking_at_once(run):
     """Somebody who asks three times has one place in line, and gets one answer."""
-    server = Server(run, patient(STRANGERS), STRANGERS, "tcp")
+    server = Server(run, PATIENT_ONES[STRANGERS](), STRANGERS, "tcp")
     take_places(FakeClient(run, server))
     client = FakeClient(run, server)
     client.send(b"")  # so that it is connected
@@ -202,11 +192,13 @@ def test_junk_at_the_door(run, serve, program):
     server.stop()
 
 
-def test_junk_before_a_connect(run, tmp_path):
-    """A server does not sleep while there are messages that it has read. This one would
-    sleep for longer than the sender waits."""
-    server = Server(run, build_variant(
-        tmp_path, "12_sleep", ("kMaxSleep = 500ms", "kMaxSleep = 100s")), "12_sleep", "tcp")
+# It would sleep for longer than the sender waits.
+SLEEPER = variant("12_sleep", ("kMaxSleep = 500ms", "kMaxSleep = 100s"))
+
+
+def test_junk_before_a_connect(run):
+    """A server does not sleep while there are messages that it has read."""
+    server = Server(run, SLEEPER(), "12_sleep", "tcp")
     client = FakeClient(run, server)
     client.send(b"Z", as_it_is=True)
     server.process.wait_for("^error: bad message: ")
@@ -374,10 +366,10 @@ WAITING = 300
 
 @pytest.mark.long
 @with_one_line
-def test_invented_addresses_in_line(run, patient, program):
+def test_invented_addresses_in_line(run, program):
     """All who wait are told so, also where nobody listens. The server does not keep their
     addresses, nor the connections that it has made to them."""
-    server = Server(run, patient(program), program, "tcp")
+    server = Server(run, PATIENT_ONES[program](), program, "tcp")
     client = FakeClient(run, server)
     places = take_places(client)
     before = len(descriptors(server))

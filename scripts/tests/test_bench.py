@@ -17,7 +17,7 @@ import bench_crowd
 import bench_file
 import bench_lock
 from harness import owned_shm_files
-from repository import ROOT
+from repository import ROOT, broken, read_source
 
 # As little as can be measured.
 LITTLE = {"RUNS": "1", "SIZES": "64K", "PROVIDERS": "shm tcp", "LINK": "",
@@ -378,11 +378,16 @@ def test_variants(tmp_path):
     assert keys == {("unchanged", "shm"), (name, "shm")}
 
 
+@pytest.mark.static
+def test_patch():
+    assert broken("scripts/bench/crowd_endpoints.patch") != read_source("13_crowd")
+
+
+@pytest.mark.static
 @pytest.mark.parametrize("name", [change[0] for change in bench.CHANGES])
 def test_change(name):
     """Each variant's text is in the source, once, and is changed."""
-    with open(f"{ROOT}/src/7_queue.cpp") as file:
-        assert bench.changed_source(name) != file.read()
+    assert bench.changed_source(name) != read_source("7_queue")
 
 
 def test_change_that_is_not_there(monkeypatch):

@@ -5,17 +5,16 @@ wrong when the reader types it."""
 import contextlib
 import os
 import re
-import shutil
 import signal
 import subprocess
 import time
 
 import pytest
 
-from chapters import Page, read
+from chapters import Page
 from harness import BUILD, PROVIDERS, First, Server, is_here
 from marks import ends_in_a_rendezvous
-from repository import QUICKLY, ROOT, make, number
+from repository import QUICKLY, ROOT, make, number, read_source, replaced, variant
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -57,18 +56,25 @@ def test_2_first(broken):
             send("Hello, world!", "sockets")[1] for _ in range(30))
 
 
-def test_4_hello_knows_no_sender(run, tmp_path):
-    """What chapter 5 has the reader put into the program of chapter 4."""
+def of_the_page():
+    """What chapter 5 has the reader put into the program of chapter 4, and what that
+    prints."""
     page = Page(ROOT, "chapters/5_reverse.md")
-    new, printed, *_ = ["\n".join(block.lines) for block in page.blocks
-                    if block.info == "text"]
-    source = read(f"{ROOT}/src/4_hello.cpp")
+    return ["\n".join(block.lines) for block in page.blocks if block.info == "text"][:2]
+
+
+def without_sender():
+    source = read_source("4_hello")
     old = re.search(r'^ *printf\("Received [^;]*;', source, re.M)[0]
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "4_hello.cpp").write_text(source.replace(old, new))
-    shutil.copy(f"{ROOT}/Makefile", tmp_path)
-    make("-C", str(tmp_path), *QUICKLY, "build/4_hello")
-    server = Server(run, f"{tmp_path}/build", "4_hello")
+    return replaced(source, (old, of_the_page()[0]))
+
+
+WITHOUT_SENDER = variant("4_hello", source=without_sender)
+
+
+def test_4_hello_knows_no_sender(run):
+    printed = of_the_page()[1]
+    server = Server(run, WITHOUT_SENDER(), "4_hello")
     server.check_client()
     server.process.wait_for(f"^{re.escape(printed)}$")
     server.stop()
@@ -116,23 +122,25 @@ def test_5_reverse(run, broken):
         server.stop()
 
 
-@ends_in_a_rendezvous
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
-@pytest.mark.thorough
-def test_5_reverse_late(run, broken, tmp_path):
-    """A client that is only late, as an appendix has it: over shm it reads memory of the
-    server that the server has back."""
-    source = read(f"{ROOT}/src/5_reverse.cpp")
+def with_destructor():
+    source = read_source("5_reverse")
     appendix = Page(ROOT, "chapters/appendix_providers.md")
     at_end, = ["\n".join(block.lines) for block in appendix.blocks
                if block.info == "text" and "~Buffer" in block.lines[0]]
     constructor = re.search(r'^ *"fi_mr_reg"\);\n  }\n', source, re.M)[0]
-    (tmp_path / "src").mkdir()
-    (tmp_path / "src" / "5_reverse.cpp").write_text(
-        source.replace(constructor, f"{constructor}{at_end}\n"))
-    shutil.copy(f"{ROOT}/Makefile", tmp_path)
-    make("-C", str(tmp_path), *QUICKLY, "build/5_reverse")
-    server = Server(run, f"{tmp_path}/build", "5_reverse", "shm")
+    return replaced(source, (constructor, f"{constructor}{at_end}\n"))
+
+
+WITH_DESTRUCTOR = variant("5_reverse", source=with_destructor)
+
+
+@ends_in_a_rendezvous
+@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@pytest.mark.thorough
+def test_5_reverse_late(run, broken):
+    """A client that is only late, as an appendix has it: over shm it reads memory of the
+    server that the server has back."""
+    server = Server(run, WITH_DESTRUCTOR(), "5_reverse", "shm")
     # The client's pipe takes all that it prints before it stops.
     with stopped(server, broken("5_reverse", "shm").path, "x" * 9000) as late:
         server.process.wait_for(r"^\[1\] error: ", 30)

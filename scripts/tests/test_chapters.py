@@ -11,6 +11,7 @@ import chapters
 import lines
 from chapters import Page
 from harness import PROVIDERS, RXM_BUFFERS
+from marks import nothing_wrong
 from repository import APART, ROOT, make
 from small_repository import CHAPTER, write_moves
 
@@ -30,27 +31,28 @@ def as_a_reader(monkeypatch):
     monkeypatch.delenv(RXM_BUFFERS, raising=False)
 
 
+@pytest.mark.static
 def test_no_chapter_is_left_out():
-    messages = chapters.check_numbers(ROOT)
-    assert not messages, "\n".join(messages)
+    nothing_wrong(chapters.check_numbers(ROOT))
 
 
+@pytest.mark.static
 @pytest.mark.parametrize("path", PAGES)
 def test_page(path):
     page = Page(ROOT, path)
-    messages = [message for check in CHECKS.values() for message in check(page)]
-    assert not messages, "\n".join(messages)
+    nothing_wrong([message for check in CHECKS.values() for message in check(page)])
 
 
+@pytest.mark.static
 @pytest.mark.parametrize("program", chapters.pages_of_programs(ROOT))
 @pytest.mark.every_program
 def test_lines(program):
     """Its chapters quote enough of its new lines, and count them right."""
     page = chapters.pages_of_programs(ROOT)[program]
-    messages = lines.check_lines(page) + lines.check_counts(page)
-    assert not messages, "\n".join(messages)
+    nothing_wrong(lines.check_lines(page) + lines.check_counts(page))
 
 
+@pytest.mark.static
 def test_limits():
     """Each is that of a program."""
     assert set(lines.LEAST) <= set(chapters.programs(ROOT))
@@ -67,6 +69,7 @@ def copy(tmp_path_factory):
     return folder
 
 
+@pytest.mark.static
 @pytest.mark.parametrize("path", [
     path if "/5" in path or "/12" in path else pytest.param(path, marks=pytest.mark.thorough)
     for path in PAGES])
@@ -203,6 +206,7 @@ def test_indentation_of_moves(tmp_path):
     assert chapters.check_diffs(Page(tmp_path, path)) == []
 
 
+@pytest.mark.static
 def test_every_script_is_described():
     text = chapters.read(f"{ROOT}/scripts/README.md")
     for entry in os.scandir(f"{ROOT}/scripts"):
@@ -212,8 +216,7 @@ def test_every_script_is_described():
 
 @pytest.mark.parametrize("path", PAGES)
 def test_transcripts(run, path):
-    messages = chapters.check_transcripts(Page(ROOT, path), run)
-    assert not messages, "\n".join(messages)
+    nothing_wrong(chapters.check_transcripts(Page(ROOT, path), run))
 
 
 @pytest.mark.parametrize("path", [path for path in PAGES if not Page(ROOT, path).program])

@@ -22,7 +22,7 @@ from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, Server, is_here
 from marks import not_over_verbs
 from messages import (ACCEPT, BYE, CONNECT, CROWD_REFUSED, DELETE, DONE, FULL, GET,
                       NOT_FOUND, STORE, crowd_base, crowd_connect, crowd_request)
-from repository import QUICK_CXXFLAGS, ROOT, make
+from repository import read_source, variant
 from table import BAD_CROWDS
 
 # How many clients of a crowd test_killed_crowd kills, and how many come one after the
@@ -135,26 +135,14 @@ def variant_of(source):
     return source
 
 
-@pytest.fixture(scope="module")
-def variants(tmp_path_factory):
-    """The folder with the program that has SETTINGS, MISBEHAVE and TURNS."""
-    folder = tmp_path_factory.mktemp("variant")
-    with open(f"{ROOT}/src/{PROGRAM}.cpp") as file:
-        source = variant_of(file.read())
-    (folder / "src").mkdir()
-    (folder / "src" / f"{PROGRAM}.cpp").write_text(source)
-    with open(f"{ROOT}/Makefile") as file:
-        (folder / "Makefile").write_text(file.read())
-    make("-C", str(folder), "BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS} -Wno-error",
-         "CUDA_HOME=", f"build/{PROGRAM}")
-    return str(folder / "build")
+VARIANT = variant(PROGRAM, source=lambda: variant_of(read_source(PROGRAM)))
 
 
 @pytest.fixture
-def serve_variant(run, variants):
+def serve_variant(run):
     """Starts a server of that program, for clients of it: settings by name."""
     def start(provider="", **settings):
-        return Server(run, variants, PROGRAM, provider,
+        return Server(run, VARIANT(), PROGRAM, provider,
                       **{name: str(value) for name, value in settings.items()})
     return start
 
@@ -237,9 +225,9 @@ def test_many_at_once(run, serve, provider):
 
 
 @pytest.mark.thorough
-def test_turns(run, variants):
+def test_turns(run):
     """Those for whom something waits have their turn one after the other."""
-    process = run([f"{variants}/{PROGRAM}"], TURNS="1")
+    process = run([f"{VARIANT()}/{PROGRAM}"], TURNS="1")
     assert process.wait() == 0
     assert "turns: 11 and 11\n" in process.output
     assert "behind others: 1\n" in process.output
@@ -440,11 +428,11 @@ def test_forgotten_too_late(serve_variant, cleanup):
 @not_over_verbs("an adapter has no such queues")
 @pytest.mark.builds("sanitized")
 @pytest.mark.thorough
-def test_deaf_and_forgotten(run, serve, variants):
+def test_deaf_and_forgotten(run, serve):
     """What is in flight to a deaf client completes after the server has forgotten it. Its
     record is there until then."""
     server = serve(PROGRAM)
-    deaf = run([f"{variants}/{PROGRAM}", server.address, "1", "1000"], "", **DEAF,
+    deaf = run([f"{VARIANT()}/{PROGRAM}", server.address, "1", "1000"], "", **DEAF,
                SLOWLY="1")
     server.process.wait_for(r"^\[1\] forgotten: it asks and does not read", 60)
     server.check_client("3", "3")

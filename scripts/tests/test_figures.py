@@ -13,6 +13,8 @@ import owner
 import style
 from repository import ROOT, number, programs
 
+pytestmark = pytest.mark.static
+
 SVG = "{http://www.w3.org/2000/svg}"
 FIGURES = [os.path.basename(path) for path in style.figures()]
 # Not drawn by matplotlib.

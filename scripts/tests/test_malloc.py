@@ -17,7 +17,7 @@ from harness import BUILD, LIBFABRIC_LEAKS, PROVIDERS, Server
 from marks import sturdy_providers
 from messages import (ACCEPT, ALIVE, BYE, FREE, MALLOC, USAGE, alive, base, reply,
                       request)
-from repository import ROOT, build_variant
+from repository import ROOT, variant
 
 POOL = 256 << 20  # bytes
 ALIGN = 64  # bytes
@@ -133,12 +133,14 @@ def test_refusals(run, serve, provider):
     server.stop()
 
 
+FEW = variant("8_malloc", ("kMaxBlocks = 10'000;", "kMaxBlocks = 3;"))
+
+
 @pytest.mark.thorough
-def test_many_pieces(run, tmp_path):
+def test_many_pieces(run):
     """A client has so many pieces at most, 3 here. It gets another one for one that it
     gives back."""
-    few = build_variant(tmp_path, "8_malloc", ("kMaxBlocks = 10'000;", "kMaxBlocks = 3;"))
-    server = Server(run, few, "8_malloc")
+    server = Server(run, FEW(), "8_malloc")
     client, other = Borrower(run, server), Borrower(run, server)
     addr, *_ = [client.borrow(1) for _ in range(3)]
     refused = client.ask(MALLOC, 1)

@@ -2,7 +2,6 @@
 and others nothing: in each test, other clients come and go meanwhile."""
 
 import contextlib
-import functools
 import os
 import re
 import signal
@@ -19,7 +18,7 @@ from harness import BUILD, LIBFABRIC_LEAKS, PROGRAMS, Server
 from marks import ends_in_a_rendezvous
 from messages import (ACCEPT, ALIVE, BYE, CONNECT, LONGEST, PROGRESS, REFUSED, TEXT,
                       WAIT, address_message, base, reply, type_and_nonce)
-from repository import build_variant
+from repository import variant
 from table import BAD_ANYWHERE, TABLE
 
 RECVS = 8  # posted at a time
@@ -42,24 +41,15 @@ each_once = pytest.mark.parametrize(
     "program,provider", [("5_reverse", "shm"), ("7_queue", "")])
 
 
-@pytest.fixture(scope="module")
-def patient(tmp_path_factory):
-    """Builds a program that gives a first contact 10 s, and bears silence for 100 s, so that
-    a busy machine makes no difference. Returns the folder that it is in."""
-    @functools.cache
-    def build(program):
-        return build_variant(tmp_path_factory.mktemp("patient"), program,
-                             ("kContactGrace = 1s;", "kContactGrace = 10s;"),
-                             ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
-    return build
+# They give a first contact 10 s, and bear silence for 100 s, so that a busy machine makes no
+# difference.
+PATIENT = {program: variant(program, ("kContactGrace = 1s;", "kContactGrace = 10s;"),
+                            ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
+           for program in PROGRAMS}
 
 
-def in_groups(*pairs):
-    """Programs and providers, for tests with patient programs. One process builds a
-    program for all of them."""
-    return pytest.mark.parametrize("program,provider", [
-        pytest.param(*pair, marks=pytest.mark.xdist_group(f"patient {pair[0]}"))
-        for pair in pairs])
+def over(*pairs):
+    return pytest.mark.parametrize("program,provider", pairs)
 
 
 def stray_accept(fake):
@@ -274,13 +264,13 @@ def test_silent_clients(run, serve, program, provider):
     server.stop()
 
 
-@in_groups(("5_reverse", "shm"), ("7_queue", "shm"))
-def test_flood(run, patient, program, provider):
+@over(("5_reverse", "shm"), ("7_queue", "shm"))
+def test_flood(run, program, provider):
     """Somebody sends one CONNECT after the other, each for another conversation. It
     gets the places that there are, and stands in line once for the next one; the server
     takes no more and more memory."""
     # Those that are served say nothing, and must not give up their place meanwhile.
-    server = Server(run, patient(program), program, provider)
+    server = Server(run, PATIENT[program](), program, provider)
     client = FakeClient(run, server)
     count = 5000
 
@@ -390,8 +380,8 @@ def test_interrupted_while_waiting(run, build, program, provider):
 
 
 @pytest.mark.builds("plain")  # they start faster
-@in_groups(("7_queue", ""), *((p, "shm") for p in PROGRAMS))
-def test_client_interrupted_at_first_contact(run, build, patient, program, provider):
+@over(("7_queue", ""), *((p, "shm") for p in PROGRAMS))
+def test_client_interrupted_at_first_contact(run, build, program, provider):
     """A client that is interrupted before the server has looked at its first
     message waits for that, but not for long. Otherwise, the shm provider of
     libfabric 1.17 would end the server."""
@@ -418,13 +408,13 @@ def test_client_interrupted_at_first_contact(run, build, patient, program, provi
     # It would say something else after 10 s of silence.
     interrupt(build)
     # A client that is slow to start may leave before it has turned to the server.
-    assert any(interrupt(patient(program), answer=True, pause=2**i / 2) for i in range(5))
+    assert any(interrupt(PATIENT[program](), answer=True, pause=2**i / 2) for i in range(5))
 
 
-@in_groups(("7_queue", ""), *((p, "shm") for p in SESSIONS))
-def test_server_interrupted_at_first_contact(run, patient, program, provider):
+@over(("7_queue", ""), *((p, "shm") for p in SESSIONS))
+def test_server_interrupted_at_first_contact(run, program, provider):
     """The same the other way round: the client has not yet looked at the ACCEPT."""
-    server = Server(run, patient(program), program, provider)
+    server = Server(run, PATIENT[program](), program, provider)
     client = FakeClient(run, server)
     client.send(client.connect())
     server.process.wait_for("Received CONNECT")

@@ -13,7 +13,8 @@ import pytest
 
 import moves
 from harness import PROVIDERS, First, nobody_at, owned_shm_files, write_source
-from repository import QUICK_CXXFLAGS, ROOT, build_moves, make
+from marks import nothing_wrong
+from repository import QUICK_CXXFLAGS, ROOT, build_moves
 from small_repository import Repository
 
 
@@ -132,12 +133,12 @@ def start(run, step, name, provider, *arguments):
     return First(run, build(step), name_of(step, words.index(name) + 1), provider, *arguments)
 
 
+@pytest.mark.static
 @pytest.mark.parametrize("step", STEPS)
 def test_moves(step):
     """They begin with the parent, end in the program, and are small. That they compile,
     test_promise sees."""
-    messages = moves.check(step, compiled=True)
-    assert not messages, "\n".join(messages)
+    nothing_wrong(moves.check(step, compiled=True))
 
 
 def test_bytecode_is_no_step(tmp_path):
@@ -146,6 +147,7 @@ def test_bytecode_is_no_step(tmp_path):
     assert moves.steps(tmp_path) == []
 
 
+@pytest.mark.static
 def test_promises():
     """There is a promise for each move, and none for one that is not there."""
     for step in STEPS:
@@ -349,6 +351,17 @@ def test_carry_a_fix(repo):
         LAST.replace("from + 1", "from + 2").replace("i < 2", "i < 3")]
     assert re.search(r"^  5.1 twice: \+1 -1\n    not in .*: for \(int i = 0; i < 3; ", output,
                      re.M)
+
+
+def test_carry_is_not_done_twice(repo):
+    """A block that stands beside other lines in the parent than in the program."""
+    block = "int Half(int number) {\n  return number / 2;\n}\n"
+    edit(repo, "int main", f"{block}\nint main", "5_two")
+    repo.path("4_one").write_text(f"{PARENT}\n{block}")
+    status, output, _ = tool(repo, "carry", "5_two")
+    assert status == 0 and "LOOK" not in output
+    assert moves.states("5_two", repo.folder)[1] == FIRST.replace(
+        "int main", f"{block}\nint main")
 
 
 def test_carry_after_commit(repo):

@@ -13,7 +13,7 @@ import pytest
 import chapters
 import fuzz
 from harness import BUILD, PROGRAMS, address_of
-from repository import QUICKLY, ROOT, parent, patched, programs
+from repository import (ROOT, build_source, parent, patched, programs, replaced, variant)
 from small_repository import PROGRAMS as SMALL, Repository
 from table import TABLE
 from test_tools import what_is_missing
@@ -70,17 +70,16 @@ def test_diff(copy):
         assert parent(name, copy) == parent(name)
 
 
-def test_tests_lint_and_book(copy):
+def test_tests_and_book(copy):
     """They build, read and check the programs of the tutorial."""
     assert programs(copy) == programs()
     assert what_is_missing(copy, TABLE, fuzz.SESSIONS) == what_is_missing(
         ROOT, TABLE, fuzz.SESSIONS)
     assert list(chapters.pages_of_programs(copy)) == list(chapters.pages_of_programs(ROOT))
-    for command in [["-n", "all", "OWN="], ["-n", "lint"]]:
-        plan = make(copy, *command)
-        assert plan.returncode == 0, plan.stderr
-        assert "src/7_queue.cpp" in plan.stdout
-        assert not [name for name in OWN if f"src/{name}.cpp" in plan.stdout]
+    plan = make(copy, "-n", "all", "OWN=")
+    assert plan.returncode == 0, plan.stderr
+    assert "src/7_queue.cpp" in plan.stdout
+    assert not [name for name in OWN if f"src/{name}.cpp" in plan.stdout]
 
 
 def test_propagate_and_refresh(tmp_path):
@@ -104,22 +103,22 @@ def test_propagate_and_refresh(tmp_path):
 
 # ---- Programs that a page has the reader make: scripts/own ----
 
+def own(name):
+    return patched(f"scripts/own/{name}.patch")
+
+
+def own_variant(name, *changes):
+    return variant(name, *changes, source=lambda: own(name))
+
+
 class Made:
-    """What a patch of scripts/own makes, perhaps with a change: its server, and clients
+    """What a patch of scripts/own makes, or a variant of that: its server, and clients
     for it. `env` is what both get."""
 
-    def __init__(self, run, folder, name, old="", new="", source="", **env):
-        source = source or patched(f"scripts/own/{name}.patch")
-        assert not old or source.count(old) == 1
-        (folder / "src").mkdir(parents=True)
-        (folder / f"src/{name}.cpp").write_text(
-            source.replace(old, new) if old else source)
-        shutil.copy(f"{ROOT}/Makefile", folder)
-        done = make(folder, name, *QUICKLY)
-        assert done.returncode == 0, done.stderr
+    def __init__(self, run, name, folder="", **env):
         self.run = run
         self.env = env
-        self.path = f"{folder}/build/{name}"
+        self.path = f"{folder or build_source(name, own(name))}/{name}"
         self.serve()
 
     def serve(self):
@@ -170,7 +169,7 @@ def blocks(first, last):
         page = file.read()
     found = re.findall(r"(?ms)^```cpp\n(.*?)^```$",
                        page[page.index(first):page.index(last)])
-    return patched("scripts/own/blank.patch"), found
+    return own("blank"), found
 
 
 LAST_TYPE = "  kRefused = 5,  // server: I end this session; followed by the reason\n"
@@ -231,26 +230,32 @@ def without_comments(source):
                               for line in source.split("\n")) if line]
 
 
+@pytest.mark.static
+@pytest.mark.parametrize("name,typed", [("ping", typed_ping), ("feed", typed_feed)])
+def test_typed(name, typed):
+    """In the end it is the patch's."""
+    *_, last = typed()
+    assert without_comments(last) == without_comments(own(name))
+
+
 @pytest.mark.thorough
-def test_ping_from_the_page(run, tmp_path):
-    """It compiles after each step, and becomes the patch's, which answers."""
-    *steps, last = typed_ping()
-    assert without_comments(last) == without_comments(patched("scripts/own/ping.patch"))
+def test_ping_from_the_page(run):
+    """It compiles after each step, and answers."""
+    *steps, _ = typed_ping()
     for number, source in enumerate(steps):
-        made = Made(run, tmp_path / str(number), "ping", source=source)
+        made = Made(run, "ping", build_source("ping", source))
         client = made.start()
         assert client.wait() == 0, client.output
         assert ("median" in client.output) == (number == 1)
         made.stop()
 
 
-def test_feed_from_the_page(run, tmp_path):
+def test_feed_from_the_page(run):
     """It compiles after each step. Without credits, the sum of more items than slots is
-    wrong. With them, it is the patch's."""
-    *steps, last = typed_feed()
-    assert without_comments(last) == without_comments(patched("scripts/own/feed.patch"))
+    wrong."""
+    *steps, _ = typed_feed()
     for number, source in enumerate(steps, 1):
-        made = Made(run, tmp_path / str(number), "feed", source=source)
+        made = Made(run, "feed", build_source("feed", source))
         client = made.start("8", "8")
         assert client.wait() == 0, client.output
         assert ("The sum is correct." in client.output) == (number > 1)
@@ -268,9 +273,9 @@ def test_feed_from_the_page(run, tmp_path):
 
 
 @pytest.mark.thorough
-def test_feed(run, tmp_path):
+def test_feed(run):
     """Each item comes once, and as it was made, on a network without order."""
-    feed = Made(run, tmp_path, "feed", **strict(run))
+    feed = Made(run, "feed", **strict(run))
     clients = [feed.start(slots, "300") for slots in ("1", "8")]
     for client in clients:
         assert client.wait() == 0, client.output
@@ -280,12 +285,15 @@ def test_feed(run, tmp_path):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
+WITHOUT_OURS = own_variant("feed", ("      if (!slots[i].ours) continue;\n", ""))
+WITHOUT_CREDIT = own_variant("feed", ("      if (!slots[i].credit) continue;\n", ""))
+
+
 @pytest.mark.thorough
-def test_feed_without_ours(run, tmp_path):
+def test_feed_without_ours(run):
     """The sum is right all the same, but strict.so finds it."""
     # The server hears of its WRITEs late, and its client of everything at once.
-    feed = Made(run, tmp_path, "feed", "      if (!slots[i].ours) continue;\n", "",
-                **strict(run), STRICT_CQ_DELAY_US="50000")
+    feed = Made(run, "feed", WITHOUT_OURS(), **strict(run), STRICT_CQ_DELAY_US="50000")
     client = feed.start("8", "500", STRICT_CQ_DELAY_US="0", STRICT_DELAY_US="0")
     assert client.wait() == 0, client.output
     feed.stop()
@@ -294,10 +302,9 @@ def test_feed_without_ours(run, tmp_path):
 
 
 @pytest.mark.thorough
-def test_feed_without_credit(run, tmp_path):
+def test_feed_without_credit(run):
     """The client finds it, or the server, and strict.so does not."""
-    feed = Made(run, tmp_path, "feed", "      if (!slots[i].credit) continue;\n", "",
-                **strict(run))
+    feed = Made(run, "feed", WITHOUT_CREDIT(), **strict(run))
     client = feed.start("8", "2000")
     assert client.wait() == 1
     assert ("error: the sum is not correct" in client.output
@@ -308,9 +315,9 @@ def test_feed_without_credit(run, tmp_path):
 
 
 @pytest.mark.thorough
-def test_forty(run, tmp_path):
+def test_forty(run):
     """More clients than other servers have places for. Between two items it sleeps."""
-    forty = Made(run, tmp_path, "forty")
+    forty = Made(run, "forty")
     clients = [forty.start("4", "30") for _ in range(12)]
     for client in clients:
         assert client.wait() == 0, client.output
@@ -333,7 +340,7 @@ def test_forty(run, tmp_path):
 def test_several(run, tmp_path):
     """A server that stands still holds up no round. What one has in a file outlives it,
     and what another one has in memory doesn't."""
-    several = Made(run, tmp_path, "several")
+    several = Made(run, "several")
     kept = {"KEEP": str(tmp_path / "kept")}
     memory, slow = several.server, run([several.path])
     file = run([several.path], **kept)
@@ -359,21 +366,22 @@ def test_several(run, tmp_path):
 
 # ---- An owner who publishes ----
 
+# A quick machine fills a copy between two READs. So it takes longer, and no pause.
+PUBLISH = own_variant(
+    "publish",
+    ("    std::fill(std::begin(copy), std::end(copy), number);\n",
+     "    std::fill_n(copy, kWords / 2, number);\n"
+     "    std::this_thread::sleep_for(50us);\n"
+     "    std::fill_n(copy + kWords / 2, kWords / 2, number);\n"),
+    ("kPublishPause = 500us", "kPublishPause = 0us"))
+
+
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 @pytest.mark.thorough
-def test_publish(run, tmp_path, provider):
+def test_publish(run, provider):
     """Copies that have passed the check are whole, although the owner stores all the
     time. Others aren't, so there was something to see."""
-    source = patched("scripts/own/publish.patch")
-    # A quick machine fills a copy between two READs. So it takes longer, and no pause.
-    fill = "    std::fill(std::begin(copy), std::end(copy), number);\n"
-    halves = ("    std::fill_n(copy, kWords / 2, number);\n"
-              "    std::this_thread::sleep_for(50us);\n"
-              "    std::fill_n(copy + kWords / 2, kWords / 2, number);\n")
-    for old, new in (fill, halves), ("kPublishPause = 500us", "kPublishPause = 0us"):
-        assert source.count(old) == 1
-        source = source.replace(old, new)
-    publish = Made(run, tmp_path, "publish", source=source,
+    publish = Made(run, "publish", PUBLISH(),
                    **({"FI_PROVIDER": provider} if provider else {}))
     for _ in range(5):
         client = publish.start("600")
@@ -428,10 +436,10 @@ def test_copy(tmp_path, commands):
 
 
 @pytest.mark.thorough
-def test_queue(run, tmp_path):
+def test_queue(run):
     """One consumer is killed at its work. Another one takes the job over, and each job
     is done once."""
-    queue = Made(run, tmp_path, "jobs")
+    queue = Made(run, "jobs")
     producer = queue.start("put", "12")
     producer.wait_for("put job 1.7")  # it has no more pieces
     killed = queue.start("take", WORK_MS="60000")
@@ -446,14 +454,21 @@ def test_queue(run, tmp_path):
     assert counts(queue) == [12, 0, 0, 12, 0, 0, True]
 
 
-@pytest.mark.thorough
-def test_queue_without_rounds(run, tmp_path):
+def without_rounds():
     """What the page has the reader change in Put."""
     page = chapters.Page(ROOT, "chapters/appendix_queue.md")
     new, = [block.lines[0] for block in page.blocks
             if block.info == "text" and block.lines[0].strip().startswith("Word ")]
     old = " ".join(re.search(r"`(Word empty = [^`]*;)`", page.text)[1].split())
-    queue = Made(run, tmp_path, "jobs", old, new.strip())
+    return replaced(own("jobs"), (old, new.strip()))
+
+
+WITHOUT_ROUNDS = variant("jobs", source=without_rounds)
+
+
+@pytest.mark.thorough
+def test_queue_without_rounds(run):
+    queue = Made(run, "jobs", WITHOUT_ROUNDS())
     # Some runs come out right, and in some a producer waits for ever.
     for _ in range(5):
         consumers, producers = ([queue.start(*args) for _ in range(2)]
@@ -471,6 +486,7 @@ def test_queue_without_rounds(run, tmp_path):
     pytest.fail("nothing goes wrong")
 
 
+@pytest.mark.static
 def test_own_patches():
     """They fit to the letter, and what they make says what it is based on."""
     for patch in os.listdir(f"{ROOT}/scripts/own"):

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS, Server
-from repository import build_variant
+from repository import variant
 from table import TABLE
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
@@ -223,15 +223,16 @@ def test_server_stood_still(serve, program, provider):
     server.stop()
 
 
+IMPATIENT = variant("7_queue", ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
+
+
 @pytest.mark.builds("plain")
 @pytest.mark.thorough
-def test_waiting_is_not_silence(run, tmp_path):
+def test_waiting_is_not_silence(run):
     """One client has all the memory and the time of the server for longer than
     the limit, which is 3 s here. Seven others wait for memory, and ten for an ACCEPT: more
     than the listener has RECVs."""
-    server = Server(run, build_variant(tmp_path, "7_queue",
-                                       ("kSilenceLimit = 10s", "kSilenceLimit = 3s")),
-                    "7_queue")
+    server = Server(run, IMPATIENT(), "7_queue")
     greedy = server.start_client(str(16 << 20), "32", "1000000")
     server.process.wait_for("Registered ")
     waiting = [server.start_client("4096", "10", "1") for _ in range(7)]

@@ -154,6 +154,16 @@ def test_conflict_in_one_branch(tree):
     assert (status, output) == (1, "10_three: 1 lines added, 1 removed\n")
     assert "go on: scripts/propagate 11_four HEAD\n" in error
     assert tree.read("10_three")[2] == "B" and tree.read("12_five")[2] == "own b"
+    # As long as it is not resolved, the others still get what changes.
+    tree.replace("5_two", "e", "E")
+    status, output, error = propagate(tree)
+    assert (status, output) == (1, "10_three: 1 lines added, 1 removed\n")
+    assert "src/11_four.cpp:3: conflict\n" in error
+    assert "go on: scripts/propagate 11_four HEAD\n" in error
+    assert tree.read("12_five")[2] == "own b" and "e" in tree.read("12_five")
+    assert propagate(tree, "10_three") == (0, "", "")
+    tree.replace("5_two", "E", "e")
+    assert propagate(tree)[0] == 1
     tree.write("11_four", replaced(lines, "own b", "B, and own b"))
     assert propagate(tree, "11_four", "HEAD") == (
         0, "12_five: 1 lines added, 1 removed\n", "")

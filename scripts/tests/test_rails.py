@@ -19,7 +19,7 @@ from harness import Server, shares
 from links import MBITS
 from marks import not_over_verbs
 from messages import ACCEPT, BYE, REFUSED, base, fill_repeatedly, read_address
-from repository import PATIENT, build_variant
+from repository import PATIENT, variant
 
 pytestmark = [pytest.mark.builds("plain"),
               not_over_verbs("an adapter has one link")]
@@ -38,19 +38,9 @@ def serve_rails(serve, network):
     return start
 
 
-# So that patient() builds once.
-one_worker = pytest.mark.xdist_group("rails")
-
-
-@pytest.fixture(scope="module")
-def patient(tmp_path_factory):
-    """11_rails for a busy machine. Its server bears the silence of a client that it
-    serves; its client waits for each rail, which is for tests where all addresses can be
-    reached."""
-    return build_variant(
-        tmp_path_factory.mktemp("patient"), "11_rails",
-        PATIENT,
-        ("(answered ? kAskPeriod : kAnswerLimit)", "30s"))
+# For a busy machine. Its server bears the silence of a client that it serves; its client
+# waits for each rail, which is for tests where all addresses can be reached.
+PATIENT_RAILS = variant("11_rails", PATIENT, ("(answered ? kAskPeriod : kAnswerLimit)", "30s"))
 
 
 @pytest.fixture
@@ -79,12 +69,11 @@ def rails_of(client):
 
 # ---- All is well ----
 
-@one_worker
-def test_four_rails(network, serve_rails, client_of, patient):
+def test_four_rails(network, serve_rails, client_of):
     """Each link takes its part. A slow one takes less, and holds up nobody."""
     network.plug_all()
     server = serve_rails()
-    server.path = f"{patient}/11_rails"  # for its clients
+    server.path = f"{PATIENT_RAILS()}/11_rails"  # for its clients
     client = client_of(server, "65536", "400", "1")
     four = check(server, client)
     assert sorted(rails_of(client)) == ["link1", "link2", "link3", "link4"]
@@ -99,15 +88,14 @@ def test_four_rails(network, serve_rails, client_of, patient):
     server.stop()
 
 
-@one_worker
 @pytest.mark.parametrize("host", [0, 1], ids=["server", "client"])
-def test_choice(network, serve_rails, client_of, patient, host):
+def test_choice(network, serve_rails, client_of, host):
     """RAILS narrows the choice, and orders it. A name that nothing has is no error,
     unless there is no other."""
     network.plug_all(3, mbits=None)
     chosen = {"RAILS": "link3,link9,link1,link3"}
     server = serve_rails(**(chosen if host == 0 else {}))
-    server.path = f"{patient}/11_rails"  # for its clients
+    server.path = f"{PATIENT_RAILS()}/11_rails"  # for its clients
     client = client_of(server, **{"RAILS": "", **(chosen if host == 1 else {})})
     used = check(server, client)
     # Linux reaches any address of a host over any link.
@@ -178,15 +166,14 @@ def test_ipv6(network, serve_rails, client_of):
 
 # ---- Links that fail ----
 
-@one_worker
 @pytest.mark.parametrize("host", [0, 1], ids=["server", "client"])
-def test_link_down(network, serve_rails, client_of, patient, host):
+def test_link_down(network, serve_rails, client_of, host):
     """In the middle of a transfer, at either end. The others do its work, and the
     next client does without it, or with it, when it is back."""
     # So slow that the transfer would take ten seconds: it has a middle in any case.
     network.plug_all(mbits=MBITS // 5)
     server = serve_rails()
-    server.path = f"{patient}/11_rails"  # for its clients
+    server.path = f"{PATIENT_RAILS()}/11_rails"  # for its clients
     links = {f"link{i + 1}" for i in range(4)}
     for i in range(LINKS):
         client = client_of(server, "65536", "100", "16")
@@ -211,14 +198,13 @@ def test_link_down(network, serve_rails, client_of, patient, host):
     server.stop()
 
 
-@one_worker
-def test_link_away(network, serve_rails, client_of, patient):
+def test_link_away(network, serve_rails, client_of):
     """For a moment. Its rail survives: TCP sends again within little more than twice as
     long, and the rail has four seconds. On a busy machine the moment may be too long: not
     each time."""
     network.plug_all(2)
     server = serve_rails()
-    server.path = f"{patient}/11_rails"  # for its clients
+    server.path = f"{PATIENT_RAILS()}/11_rails"  # for its clients
 
     def survives():
         already = len(server.process.lines)
@@ -275,6 +261,9 @@ LATE = """
   }
   printf("%zu late bytes\\n", late);
 """
+SAY_BYE = "void SayBye(Rails& rails) {\n"
+LATE_RAILS = variant("11_rails", ("\n  CheckMemory(*memory, request, page_idx);\n", LATE),
+                     (SAY_BYE, SAY_BYE + '  if (getenv("OPEN") != nullptr) return;\n'))
 
 
 @pytest.mark.thorough
@@ -282,15 +271,11 @@ def test_late_bytes(network, run, serve_rails, tmp_path):
     """What a rail that failed has left in the kernel's queue comes when its link is
     back. A client has closed its rails before it looks at its memory, so it gets nothing of
     that into it any more."""
-    say_bye = "void SayBye(Rails& rails) {\n"
-    late = build_variant(
-        tmp_path, "11_rails", ("\n  CheckMemory(*memory, request, page_idx);\n", LATE),
-        (say_bye, say_bye + '  if (getenv("OPEN") != nullptr) return;\n'))
     network.plug_all(2)
     server = serve_rails()
 
     stop = str(tmp_path / "stop")
-    clients = [run([f"{late}/11_rails", server.addresses, "65536", "100",
+    clients = [run([f"{LATE_RAILS()}/11_rails", server.addresses, "65536", "100",
                     "2"], netns=network.hosts[1], STOP=stop, **env)
                for env in ({}, {"OPEN": "1"})]
     server.process.wait_for(r"^.*Registered", count=2)
@@ -381,10 +366,9 @@ def test_nonce_of_a_rail(run, serve):
     server.stop()
 
 
-@one_worker
-def test_flood_of_rails(run, patient):
+def test_flood_of_rails(run):
     """Somebody wants one rail after the other. The server has a limit."""
-    server = Server(run, patient, "11_rails")
+    server = Server(run, PATIENT_RAILS(), "11_rails")
     client = FakeClient(run, server)
     client.open_session()
     client.peer(server.address)

@@ -12,7 +12,7 @@ from fakes import FakeClient, FakeServer, new_nonce
 from harness import BUILD, PROVIDERS, Server, provider_in
 from marks import not_over_verbs
 from messages import BYE, TEXT, base
-from repository import PATIENT, ROOT, build_variant
+from repository import PATIENT, ROOT, variant
 from test_strict import SHORT_DELAYS, check_rules
 
 pytestmark = pytest.mark.builds("plain")
@@ -85,16 +85,17 @@ def test_long_pauses(run, serve):
     server.stop()
 
 
+PATIENT_CLIENT = variant(PROGRAM, ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
+
+
 @not_over_verbs("the adapter of a process that is stopped still answers")
-def test_client_asleep(serve, tmp_path):
+def test_client_asleep(serve):
     """A client of a server that is stopped, until it is asked to end. It does not give up
     before, however long the machine takes to start them all."""
-    patient = build_variant(tmp_path, PROGRAM,
-                            ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
     servers = [serve(PROGRAM, provider) for provider in STOPPABLE]
     for server in servers:
         server.process.signal(signal.SIGSTOP)
-        server.path = f"{patient}/{PROGRAM}"
+        server.path = f"{PATIENT_CLIENT()}/{PROGRAM}"
     clients = [server.start_client() for server in servers]
     for client in clients:
         client.wait_for("^domain: ")
@@ -122,45 +123,37 @@ def test_a_later_answer(run):
 # ---- No time-out wakes anybody ----
 
 LINE = 3
-# One process builds what these need.
-one_worker = pytest.mark.xdist_group("sleep")
+SHORT_LINE = ("constexpr size_t kMaxWaiting = 1000;",
+              f"constexpr size_t kMaxWaiting = {LINE};")
+# Only a completion or a signal wakes it within the hour, and no more than LINE clients wait
+# for a place. With SIGNAL=1 in its environment, the signal comes at the worst moment: after
+# the program has looked for one, and before it sleeps. With BRAKE=1, wake-ups for nothing
+# cost it more.
+HEAVY_SLEEPER = variant(
+    PROGRAM,
+    ("constexpr auto kMaxSleep = 500ms;", "constexpr auto kMaxSleep = 3600000ms;"),
+    PATIENT, SHORT_LINE,
+    ("      ret = poll(",
+     '      if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n      ret = poll('),
+    ("std::min<Clock::duration>(limit, kIdlePause)",
+     'std::min<Clock::duration>(limit, getenv("BRAKE") ? 50ms : kIdlePause)'))
 
 
-@pytest.fixture(scope="module")
-def heavy_sleepers(tmp_path_factory):
-    """The folder of a 12_sleep that only a completion or a signal wakes within the hour,
-    and in which no more than LINE clients wait for a place. With SIGNAL=1 in its
-    environment, the signal comes at the worst moment: after the program has looked for
-    one, and before it sleeps. With BRAKE=1, wake-ups for nothing cost it more."""
-    return build_variant(
-        tmp_path_factory.mktemp("sleep"), PROGRAM,
-        ("constexpr auto kMaxSleep = 500ms;", "constexpr auto kMaxSleep = 3600000ms;"),
-        PATIENT,
-        ("constexpr size_t kMaxWaiting = 1000;",
-         f"constexpr size_t kMaxWaiting = {LINE};"),
-        ("      ret = poll(",
-         '      if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n      ret = poll('),
-        ("std::min<Clock::duration>(limit, kIdlePause)",
-         'std::min<Clock::duration>(limit, getenv("BRAKE") ? 50ms : kIdlePause)'))
-
-
-@one_worker
 @pytest.mark.parametrize("provider", [
     provider for provider in PROVIDERS if provider in ("", "net")],
     ids=lambda provider: provider or "default")
-def test_woken(run, heavy_sleepers, provider):
+def test_woken(run, provider):
     """Each message wakes the other side, and so does a signal."""
-    server = Server(run, heavy_sleepers, PROGRAM, provider)
+    server = Server(run, HEAVY_SLEEPER(), PROGRAM, provider)
     server.check_client(timeout=30)
     server.check_client("x" * 5000, timeout=30)
     server.stop()
 
 
-@one_worker
-def test_ninth_client(run, heavy_sleepers):
+def test_ninth_client(run):
     """Eight clients that say nothing, and a ninth in line, who hears that it waits, and
     gets the place of the first that leaves."""
-    server = Server(run, heavy_sleepers, PROGRAM)
+    server = Server(run, HEAVY_SLEEPER(), PROGRAM)
     clients = [FakeClient(run, server) for _ in range(8)]
     for client in clients:
         client.open_session()
@@ -173,15 +166,15 @@ def test_ninth_client(run, heavy_sleepers):
     server.stop()
 
 
-@one_worker
-def test_full_line(run, tmp_path):
+SLOW_TO_ASK = variant(
+    PROGRAM, PATIENT, SHORT_LINE,
+    ("constexpr auto kAskPeriod = 1s;", "constexpr auto kAskPeriod = 3s;"))
+
+
+def test_full_line(run):
     """The line has an end: who finds no room in it gets no answer, and costs no
     memory. The others hear after three seconds that they wait."""
-    server = Server(run, build_variant(
-        tmp_path, PROGRAM, PATIENT,
-        ("constexpr auto kAskPeriod = 1s;", "constexpr auto kAskPeriod = 3s;"),
-        ("constexpr size_t kMaxWaiting = 1000;",
-         f"constexpr size_t kMaxWaiting = {LINE};")), PROGRAM)
+    server = Server(run, SLOW_TO_ASK(), PROGRAM)
     served, *waiting = [FakeClient(run, server) for _ in range(1 + LINE + 1)]
     for count in range(1, 9):
         served.nonce = new_nonce()
@@ -212,13 +205,12 @@ def test_full_line(run, tmp_path):
     server.stop()
 
 
-@one_worker
 @not_over_verbs("strict.so stands between the programs and tcp or shm")
-def test_woken_once(run, heavy_sleepers):
+def test_woken_once(run):
     """Through shm, with a descriptor that only an fi_trywait makes sensitive again. What
     there was no room for is posted all the same. Between the texts, of which there are a
     thousand, both sides sleep."""
-    server = Server(run, heavy_sleepers, PROGRAM, "shm", STRICT_WAIT="1",
+    server = Server(run, HEAVY_SLEEPER(), PROGRAM, "shm", STRICT_WAIT="1",
                     STRICT_EAGAIN="60", BRAKE="1",
                     LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
                     STRICT_DIR=run.new_folder(), **SHORT_DELAYS[PROGRAM])
@@ -230,9 +222,8 @@ def test_woken_once(run, heavy_sleepers):
         assert int(re.search(r" poll\(2\)=(\d+)", process.output)[1]) > 50
 
 
-@one_worker
-def test_signal_before_sleep(run, heavy_sleepers):
+def test_signal_before_sleep(run):
     """A signal that comes just before poll(2) interrupts nothing, and ends the sleep all
     the same."""
-    server = run([f"{heavy_sleepers}/{PROGRAM}"], SIGNAL="1")
+    server = run([f"{HEAVY_SLEEPER()}/{PROGRAM}"], SIGNAL="1")
     assert server.wait() == 0, server.output

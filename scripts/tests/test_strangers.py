@@ -20,7 +20,7 @@ from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
 from marks import not_over_verbs
 from messages import (ALIVE, BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
                       TABLE_ALIVE, TEXT, USAGE, base, request)
-from repository import PATIENT, QUICK_CXXFLAGS, build_variant, number
+from repository import PATIENT, QUICK_CXXFLAGS, number, variant
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -221,14 +221,15 @@ def test_line(run, serve, provider):
     server.stop()
 
 
+IMPATIENT = variant("14_strangers", ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
+
+
 @pytest.mark.thorough
-def test_waiting_is_not_silence(run, tmp_path):
+def test_waiting_is_not_silence(run):
     """One client has all the memory and the time of the server for longer than
     the limit, which is 3 s here. Seven others wait for memory, and ten for an ACCEPT: more
     than the listener has RECVs."""
-    server = Server(run, build_variant(tmp_path, "14_strangers",
-                                       ("kSilenceLimit = 10s", "kSilenceLimit = 3s")),
-                    "14_strangers")
+    server = Server(run, IMPATIENT(), "14_strangers")
     greedy = server.start_client(str(16 << 20), "32", "1000000")
     server.process.wait_for("Registered ")
     waiting = [server.start_client("4096", "10", "1") for _ in range(7)]
@@ -263,15 +264,18 @@ def test_memory_for_all(serve):
     server.stop()
 
 
+LITTLE_MEMORY = {
+    program: variant(program, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"))
+    for program in ("14_strangers", "11_rails")}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("program,provider", [("14_strangers", "shm"), ("11_rails", "tcp")])
-def test_killed_while_it_waits_for_memory(run, tmp_path, program, provider):
+def test_killed_while_it_waits_for_memory(run, program, provider):
     """A client that waits because others have the memory need say nothing. One that has
     died is given up all the same: while it waits, because it does not take what the server
     sends, and in its turn, although no WRITE to it may be in flight."""
-    server = Server(run, build_variant(
-        tmp_path, program, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20")),
-        program, provider)
+    server = Server(run, LITTLE_MEMORY[program](), program, provider)
     pages = "65536", "64"
 
     def wait_for_memory(number, dies):
@@ -300,14 +304,17 @@ def test_killed_while_it_waits_for_memory(run, tmp_path, program, provider):
     server.stop()
 
 
+PATIENT_RAILS = variant("11_rails", PATIENT)
+
+
 @not_over_verbs("the dead server's adapter says that it has gone")
 @pytest.mark.parametrize("program,signum", [("8_malloc", signal.SIGKILL),
                                             ("11_rails", signal.SIGSTOP)])
-def test_server_killed_while_others_wait(run, serve, tmp_path, program, signum):
+def test_server_killed_while_others_wait(run, serve, program, signum):
     """Ten seconds without a word are enough here, too. One that stands still is as
     silent, and its host does not say that it has gone."""
     server = serve(program) if program == "8_malloc" else \
-        Server(run, build_variant(tmp_path, program, PATIENT), program)
+        Server(run, PATIENT_RAILS(), program)
     places = [FakeClient(run, server) for _ in range(PLACES)]
     with contextlib.ExitStack() as stack:
         for client in places:
@@ -324,17 +331,21 @@ def test_server_killed_while_others_wait(run, serve, tmp_path, program, signum):
         "SEND failed" in client.output, client.output
 
 
+# The limit of a minute is 8 s here, in which those who keep their places have to be heard on
+# a busy machine, too.
+SHORT_IDLE = {
+    program: variant(program, PATIENT, ("kIdleLimit = 60s", "kIdleLimit = 8s"))
+    for program in ("8_malloc", "9_file", "10_lock")}
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("program,alive,question", [
     pytest.param("8_malloc", ALIVE, request(USAGE), marks=pytest.mark.thorough),
     ("10_lock", TABLE_ALIVE, base(JOIN))], ids=["8_malloc", "10_lock"])
-def test_idle_clients(run, tmp_path, program, alive, question):
+def test_idle_clients(run, program, alive, question):
     """A client that only says that it is alive loses its place, once others wait. One
-    that says what it has done keeps it, and so does one that asks for something. The
-    limit of a minute is 8 s here, in which those who keep their places have to be heard on
-    a busy machine, too."""
-    server = Server(run, build_variant(tmp_path, program, PATIENT,
-                                       ("kIdleLimit = 60s", "kIdleLimit = 8s")), program)
+    that says what it has done keeps it, and so does one that asks for something."""
+    server = Server(run, SHORT_IDLE[program](), program)
     worker, asker, *idle = [FakeClient(run, server) for _ in range(PLACES)]
     # These two come first, so that their 8 s would be over first.
     worker.open_session()
@@ -363,11 +374,10 @@ def test_idle_clients(run, tmp_path, program, alive, question):
 
 @pytest.mark.long
 @pytest.mark.parametrize("refused", [False, True], ids=["alive", "refused"])
-def test_idle_senders(run, tmp_path, refused):
+def test_idle_senders(run, refused):
     """The same for those that send a file, and for those whose file was refused, but who
     go on talking. The error of these has been said, and is not said again."""
-    server = Server(run, build_variant(tmp_path, "9_file", PATIENT,
-                                       ("kIdleLimit = 60s", "kIdleLimit = 8s")), "9_file")
+    server = Server(run, SHORT_IDLE["9_file"](), "9_file")
     idle = [FileSender(run, server) for _ in range(PLACES)]
     for fake in idle:
         if refused:
@@ -509,13 +519,17 @@ def test_greeting(serve, program):
     server.process.signal(signal.SIGTERM)
 
 
+FOR_THE_NINTH = {
+    program: variant(program, ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
+    for program in ("7_queue", "14_strangers")}
+
+
 @attacked
 @pytest.mark.long
-def test_ninth_client(run, tmp_path, program):
+def test_ninth_client(run, program):
     """It takes a busy server for a dead one, unless it is told that it has to wait. Eight
     stand still meanwhile, and the server is patient with them."""
-    server = Server(run, build_variant(
-        tmp_path, program, ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;")), program)
+    server = Server(run, FOR_THE_NINTH[program](), program)
     for place in range(1, PLACES + 1):
         client = server.start_client("4096", "1000", "1000000")
         server.process.wait_for(rf"^\[{place}\] Received RandomFill")

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import pathlib
 import pty
 import re
 import shutil
@@ -14,8 +15,11 @@ import pytest
 
 import chapters
 import fuzz
+import moves
 import mutants
+import repository
 from harness import PROGRAMS, Process
+from marks import nothing_wrong
 from repository import APART, ROOT, make, number, numbered, parent, programs
 from table import TABLE, WITHOUT_ENTRY, Entry
 
@@ -168,11 +172,12 @@ def test_diff():
             assert headings == (["1", "2"] if TABLE[program].most_added else [])
 
 
+@pytest.mark.static
 def test_breaks(tmp_path):
     """Each patch fits a program, or one after a move, exactly, and says at its top what
     to do. Whoever asks for one that is not there is told which there are."""
     (tmp_path / "src").mkdir()
-    called = []
+    called, messages = [], []
     for name in os.listdir(f"{ROOT}/scripts/breaks"):
         if not name.endswith(".patch"):
             continue
@@ -180,22 +185,22 @@ def test_breaks(tmp_path):
         source = move[1] if move else name.split(".")[0]
         called.append(re.sub("_[^.]*", "", name.removesuffix(".patch")))
         if move:
-            (tmp_path / f"src/{source}.cpp").write_text(subprocess.run(
-                ["scripts/moves/moves.py", "state", source], cwd=ROOT, check=True,
-                text=True, stdout=subprocess.PIPE).stdout)
+            step, k = moves.find(source)
+            (tmp_path / f"src/{source}.cpp").write_text(moves.states(step)[k])
         else:
             shutil.copy(f"{ROOT}/src/{source}.cpp", tmp_path / "src")
         path = f"{ROOT}/scripts/breaks/{name}"
         done = subprocess.run(
             ["git", "apply", "--check", "-v", path], cwd=tmp_path, check=False, text=True,
             capture_output=True, env={**os.environ, "LC_ALL": "C"})
-        assert done.returncode == 0, done.stderr
-        assert "offset" not in done.stderr
+        if done.returncode or "offset" in done.stderr:
+            messages.append(f"scripts/breaks/{name}: {done.stderr}")
         with open(path) as file:
             assert re.match(
                 r"(Broken|Changed): (?s:.*)^  build/break/(?s:.*)\n\n"
                 rf"--- a/src/{source}\.cpp\n\+\+\+ b/src/{source}\.cpp\n",
                 file.read(), re.M)
+    nothing_wrong(messages)
     done = subprocess.run(["scripts/breaks/run.sh", "99"], cwd=ROOT, check=False,
                           text=True, capture_output=True)
     assert done.returncode == 2
@@ -279,6 +284,7 @@ def test_dependencies_are_installed(tmp_path, manager, groups, user):
     assert install("--list") == packages + "\n"
 
 
+@pytest.mark.static
 @pytest.mark.parametrize("program", [p for p in PROGRAMS[1:] if p not in APART])
 def test_step(tmp_path, program):
     """What two programs share stands in both, letter for letter. A step hardly
@@ -354,11 +360,11 @@ def what_is_missing(root, table, sessions):
     return messages
 
 
+@pytest.mark.static
 def test_every_program_has_everything():
     """The tests find programs in src/. This tells what one still lacks, and the
     others do without what it lacks."""
-    messages = what_is_missing(ROOT, TABLE, fuzz.SESSIONS)
-    assert not messages, "\n".join(messages)
+    nothing_wrong(what_is_missing(ROOT, TABLE, fuzz.SESSIONS))
 
 
 def an_entry(**kwargs):
@@ -464,20 +470,77 @@ def test_fewer_tests():
     assert not names("test_crowd") and names("test_crowd", ALL="1")
 
 
+@pytest.mark.static
 @pytest.mark.parametrize("name", mutants.MUTANTS)
 def test_mutants(name):
     """Each still breaks something, and names tests that are there. Whether these
     notice, `make mutants` tells."""
-    messages = list(mutants.faults(mutants.MUTANTS[name]))
-    assert not messages, "\n".join(messages)
+    nothing_wrong(list(mutants.faults(mutants.MUTANTS[name])))
 
 
+def wrong_variants(variants):
+    """What variant() would find when a test builds one, a message for each."""
+    for where, source in variants:
+        try:
+            source()
+        except (AssertionError, LookupError, OSError, ValueError) as error:
+            yield f"{where}: {error}".partition("\nassert ")[0]
+
+
+@pytest.mark.static
+def test_variants():
+    """The texts that tests replace in programs are still there. All test files have been
+    read by now."""
+    nothing_wrong(list(wrong_variants(repository.VARIANTS)))
+
+
+def test_finds_wrong_variants(monkeypatch):
+    monkeypatch.setattr(repository, "VARIANTS", [])
+    there = "int main(int argc, char** argv) {"
+    for program, old in [("4_hello", there), ("4_hello", "nowhere"), ("4_hello", "\n"),
+                         ("99_none", there)]:
+        repository.variant(program, (old, ""))
+    repository.variant("4_hello", source=lambda: [].index(there))
+    messages = list(wrong_variants(repository.VARIANTS))
+    assert len(messages) == 4 and all(
+        re.match(r"scripts/tests/test_tools\.py:\d+: ", message) for message in messages)
+    assert "it has 0 times: nowhere" in messages[0] and "99_none" in messages[2]
+
+
+@pytest.mark.static
 def test_source_format():
-    for name in programs():
-        with open(f"{ROOT}/src/{name}.cpp") as file:
-            for at, line in enumerate(file, 1):
-                assert len(line.rstrip("\n")) <= 80, (name, at)
-                assert line == line.rstrip() + "\n", (name, at)
+    nothing_wrong([f"src/{name}.cpp:{at}: it is too long, or blanks end it"
+                   for name in programs()
+                   for at, line in enumerate(repository.read_source(name).split("\n"), 1)
+                   if len(line) > 80 or line != line.rstrip()])
+
+
+def is_formatter_here():
+    """Another version may want another format."""
+    return shutil.which("clang-format") and " 14." in subprocess.run(
+        ["clang-format", "--version"], check=True, text=True, stdout=subprocess.PIPE).stdout
+
+
+@pytest.mark.static
+@pytest.mark.skipif(not is_formatter_here(), reason="clang-format 14 is not here")
+@pytest.mark.parametrize("what", ["scripts", *programs()])
+def test_format(what):
+    """Of a program, and of what its moves lead through."""
+    texts = {f"src/{what}.cpp": what != "scripts" and repository.read_source(what)}
+    if what in moves.steps():
+        texts.update({f"move {number(what)}.{move}": text
+                      for move, text in enumerate(moves.states(what)[:-1]) if move})
+    if what == "scripts":
+        texts = {str(path.relative_to(ROOT)): path.read_text()
+                 for path in pathlib.Path(f"{ROOT}/scripts").glob("*/*.cpp")}
+    messages = []
+    for name, text in texts.items():
+        good = subprocess.run(
+            ["clang-format", "--assume-filename=src/x.cpp"], cwd=ROOT, input=text, text=True,
+            check=True, stdout=subprocess.PIPE).stdout
+        messages += [f"{name}:{at}: clang-format makes this of it: {new}" for at, (old, new)
+                     in enumerate(zip(text.split("\n"), good.split("\n")), 1) if old != new][:1]
+    nothing_wrong(messages)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

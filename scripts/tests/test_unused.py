@@ -105,6 +105,7 @@ def unused(folder, text):
             and not re.search(rf"\boffsetof\(\w+, {name}\)", code)]
 
 
+@pytest.mark.static
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_program(tmp_path, program):
     with open(f"{ROOT}/src/{program}.cpp") as file:

@@ -15,7 +15,7 @@ import pytest
 import moves
 from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here,
                      owned_shm_files, shares, write_source)
-from repository import QUICKLY, ROOT, build_moves, build_variant, make
+from repository import QUICKLY, ROOT, build_moves, make, variant
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
@@ -33,6 +33,11 @@ def after(number, words):
                                 reason=f"{number} has no such moves"),
              *[pytest.mark.thorough] * (number > 7)]
     return lambda test: functools.reduce(lambda test, mark: mark(test), marks, test)
+
+
+def position(step, word):
+    """The number of a move."""
+    return [moves.word(path) for path in moves.patches(step)].index(word) + 1
 
 
 def may_warn(*names):
@@ -56,8 +61,7 @@ def walk(run):
     """Starts the server of a move: walk(5, "loop")."""
     def start(number, word, provider="", *args, **env):
         step = next(step for step in moves.steps() if step.startswith(f"{number}_"))
-        words = [moves.word(path) for path in moves.patches(step)]
-        name = f"{number}.{words.index(word) + 1}"
+        name = f"{number}.{position(step, word)}"
         return First(run, build_moves([name]), name, provider, *args, **env)
     return start
 
@@ -209,12 +213,14 @@ def test_places_of_the_dead(walk, still):
     assert ninth.wait() == 0, ninth.output
 
 
+PATIENT_SERVER = variant("5_reverse", ("kSilenceLimit = 10s;", "kSilenceLimit = 1000s;"))
+
+
 @may_warn("5_reverse")
 def test_still(run, tmp_path):
     """scripts/still: other clients are served meanwhile, and then it goes on, or is
     killed. Its seconds begin when the test says so, and the server is patient."""
-    patient = "kSilenceLimit = 10s;", "kSilenceLimit = 1000s;"
-    server = Server(run, build_variant(tmp_path, "5_reverse", patient), "5_reverse")
+    server = Server(run, PATIENT_SERVER(), "5_reverse")
     (tmp_path / "sleep").write_text(
         '#!/bin/bash\nuntil [ -e "$GO_ON" ]; do command -p sleep 0.02; done\n'
         'command -p sleep $((($1 - 1) * 5))\n')  # the reader sleeps for longer than the script
@@ -328,8 +334,7 @@ def test_asleep(walk):
 def test_gpu(run, tmp_path):
     """The processor must not touch the GPU's memory, the copy has to end before the WRITE,
     and what has come has to be flushed. The stand-ins have a GPU, and an adapter for it."""
-    words = [moves.word(path) for path in moves.patches("6_write")]
-    names = {word: f"6.{words.index(word) + 1}" for word in ("gpu", "copy", "flush")}
+    names = {word: f"6.{position('6_write', word)}" for word in ("gpu", "copy", "flush")}
     make(*(f"{BUILD}/cuda/{name}" for name in names.values()))
     strict = {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path)}
     for one, other, said in [("copy", "flush", "error: the data is not correct"),
@@ -532,24 +537,27 @@ def test_slow_owner(walk, provider):
                 r"^the log has 7 entries, the ledger 7 changes\. It all fits together\.$")
 
 
+def torn(word):
+    """The program after a move, with few records that are long."""
+    source, count = re.subn(r"data\[2\d\d\]", "data[1048552]",
+                            moves.states("10_lock")[position("10_lock", word)])
+    assert count == 1, f"it has {count} arrays of 200 to 299 bytes"
+    return source
+
+
+TORN = {word: variant("10_lock", ("kNumRecords = 1024", "kNumRecords = 16"),
+                      ("kKeysPerClient = 32", "kKeysPerClient = 1"),
+                      source=functools.partial(torn, word))
+        for word in ("records", "checksum")}
+
+
 @over_tcp
 @after(10, "records checksum")
-def test_half_a_record(run, tmp_path):
+def test_half_a_record(run):
     """A READ finds half of a WRITE: not each time, but soon. A checksum shows it, and the
     client READs again."""
-    words = [moves.word(path) for path in moves.patches("10_lock")]
     for word in "records", "checksum":
-        source = moves.states("10_lock")[words.index(word) + 1]
-        for old, new in [(r"data\[2\d\d\]", "data[1048552]"),
-                         ("kNumRecords = 1024", "kNumRecords = 16"),
-                         ("kKeysPerClient = 32", "kKeysPerClient = 1")]:
-            source, count = re.subn(old, new, source)
-            assert count == 1
-        name = f"torn_{word}"
-        (tmp_path / f"{name}.cpp").write_text(source)
-        subprocess.run(["g++", "-std=c++20", "-O0", "-o", tmp_path / name,
-                        tmp_path / f"{name}.cpp", "-lfabric"], check=True)
-        server = First(run, str(tmp_path), name, "tcp")
+        server = First(run, TORN[word](), "10_lock", "tcp")
         for _ in range(20):
             clients = [server.start_client("150") for _ in range(4)]
             for client in clients:
@@ -569,11 +577,10 @@ def test_half_a_record(run, tmp_path):
 def walk_rails(run, network):
     """Starts the server of a move of chapter 11 on one host. Its clients run on the other
     one."""
-    words = [moves.word(path) for path in moves.patches("11_rails")]
 
     def start(word):
         network.wait()
-        name = f"11.{words.index(word) + 1}"
+        name = f"11.{position('11_rails', word)}"
         server = First(run, build_moves([name]), name, "tcp", netns=network.hosts[0])
         server.env = {"netns": network.hosts[1]}
         return server

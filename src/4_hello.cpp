@@ -186,8 +186,10 @@ struct RdmaOp {
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
+    const char* hint =
+        type == RdmaOpType::kRecv ? "" : "; is the other side still running?";
     throw std::runtime_error(kOpNames[int(type)] + (" failed: " + error) +
-                             "; is the other side still running?");
+                             hint);
   }
 };
 
@@ -298,7 +300,9 @@ struct Endpoint {
     std::string error = fi_strerror(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
-    if (detail != nullptr) error += " (" + std::string(detail) + ")";
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
     // Some providers do not say which operation has failed.
     if (entry.op_context == nullptr) {
       throw std::runtime_error("an operation failed: " + error);

@@ -136,7 +136,7 @@ Info GetInfo() {
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
-  // Messages to the same peer must arrive in the order of their SENDs.
+  // Messages to the same peer must take its RECVs in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
   fi_info* info;  // a list, the best one first
@@ -196,8 +196,10 @@ struct RdmaOp {
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
+    const char* hint =
+        type == RdmaOpType::kRecv ? "" : "; is the other side still running?";
     throw std::runtime_error(kOpNames[int(type)] + (" failed: " + error) +
-                             "; is the other side still running?");
+                             hint);
   }
 };
 
@@ -315,7 +317,9 @@ struct Endpoint {
     std::string error = fi_strerror(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
-    if (detail != nullptr) error += " (" + std::string(detail) + ")";
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
     // Some providers do not say which operation has failed.
     if (entry.op_context == nullptr) {
       throw std::runtime_error("an operation failed: " + error);

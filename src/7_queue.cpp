@@ -166,7 +166,7 @@ Info GetInfo(bool gpu) {
     hints->caps |= FI_HMEM;  // into memory that isn't the host's
     hints->domain_attr->mr_mode |= FI_MR_HMEM;
   }
-  // Messages to the same peer must arrive in the order of their SENDs.
+  // Messages to the same peer must take its RECVs in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
   // Only one thread uses the domain, so the provider needs no locks.
@@ -282,8 +282,10 @@ struct RdmaOp {
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
+    const char* hint =
+        type == RdmaOpType::kRecv ? "" : "; is the other side still running?";
     throw std::runtime_error(kOpNames[int(type)] + (" failed: " + error) +
-                             "; is the other side still running?");
+                             hint);
   }
 };
 
@@ -443,7 +445,9 @@ struct Endpoint {
     std::string error = fi_strerror(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
-    if (detail != nullptr) error += " (" + std::string(detail) + ")";
+    if (detail != nullptr && error != detail) {
+      error += " (" + std::string(detail) + ")";
+    }
     // Some providers do not say which operation has failed, and it may be a
     // WRITE from the other side.
     if (entry.op_context == nullptr || (entry.flags & FI_REMOTE_WRITE)) {
@@ -543,7 +547,8 @@ struct Session {
     heard_at = Clock::now();
   }
 
-  // Sends a message.
+  // Sends a message. Of two in flight, a short one may be complete first at the
+  // other side, as in 4: where the order counts, wait for HasSent in between.
   void Send(AppMessageType type, const std::string& body = {}) {
     if (body.size() > kMaxBodySize) throw std::length_error("a long message");
     size_t i = 0;

@@ -541,7 +541,7 @@ struct Session {
     return message;
   }
 
-  // Client: polls until `done` returns true. An error says `what` we were doing.
+  // Client: polls until `done` returns true. Errors say `what` we were doing.
   // A server must not wait like this: all its clients would have to wait, too.
   void WaitUntil(const char* what, const std::function<bool()>& done) {
     heard_at = Clock::now();

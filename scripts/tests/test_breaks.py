@@ -14,7 +14,8 @@ import pytest
 from chapters import Page
 from harness import BUILD, PROVIDERS, First, Server, is_here
 from marks import ends_in_a_rendezvous
-from repository import QUICKLY, ROOT, make, number, read_source, replaced, variant
+from repository import (QUICKLY, ROOT, build_moves, make, number, read_source, replaced,
+                        variant)
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -149,6 +150,18 @@ def test_5_reverse_late(run, broken):
         assert ": " + "#" * 9000 + "\n" in late.communicate(timeout=30)[0]
     server.check_client()
     server.stop()
+
+
+def test_6_guesses(broken):
+    """The key of a client's memory is always the same, until it is random."""
+    provider = "tcp;ofi_rxm" if is_here("tcp;ofi_rxm") else ""
+    server = broken("6.3", provider)
+    client = server.start_client()
+    assert client.wait() == 0 and "Data is correct." in client.output
+    server.path = f"{build_moves(['6.4'])}/6.4"
+    client = server.start_client()
+    server.process.wait_for(r"^\[2\] error: WRITE failed: ")
+    assert client.wait() == 1 and "Received RDMA WRITE" not in client.output
 
 
 @pytest.mark.thorough

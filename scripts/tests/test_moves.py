@@ -60,12 +60,11 @@ PROMISES = {
         "round": LAGER._replace(clients=[["lager"]] * 4, server={"\\] Done\\.$": 4})},
     "6_write": {
         "": Promise([["65536", "20"]] * 2, "^Data is correct\\.$",
-                    {"WRITE: 100%, 20/20$": 2}),
-        "write": Promise(client="^Data is correct\\.$", server={"WRITE: done$": 1}),
+                    {"Done: 20 pages written\\.$": 2}),
+        "write": Promise(client="^Data is correct\\.$", server={"Done\\.$": 1}),
         "number": Promise([["8"], ["65536"]], "^Received RDMA WRITE to local memory\\.$",
-                          {"WRITE: done$": 2}),
-        "pages": Promise([["65536", "20"]] * 2, "^Data is correct\\.$",
-                         {"WRITE: done$": 2})},
+                          {"Done\\.$": 2}),
+        "pages": Promise([["65536", "20"]] * 2, "^Data is correct\\.$", {"Done\\.$": 2})},
     "7_queue": {"": Promise([["4096", "100", "3"]], client="^Data is correct",
                             server={"bw=[0-9.]+Gbps": 1})},
     # Of files, the size is given, and of those that are saved, each byte is compared.

@@ -49,10 +49,19 @@ int Setting(const char* name, int otherwise) {
   return value ? atoi(value) : otherwise;
 }
 
+// Tells strict.cpp something, if it is loaded.
+template <typename... Args>
+void Tell(const char* name, Args... args) {
+  void* function = dlsym(RTLD_DEFAULT, name);
+  if (function != nullptr)
+    reinterpret_cast<void (*)(Args...)>(function)(args...);
+}
+
 // Begins each function: counts its calls, and returns what it has to return
 // unless it is to do its work.
 cudaError_t Call(const char* name) {
   static std::map<std::string, int> calls;
+  if (calls.empty() && Setting("CUDA_STUB_REAL", 0) == 0) Tell("strict_gpu");
   std::string call = std::string(name) + ":" + std::to_string(++calls[name]);
   const char* to_fail = getenv("CUDA_STUB_FAIL");
   if (to_fail == nullptr || call != to_fail) return cudaSuccess;
@@ -93,14 +102,6 @@ void Finish() {
   g_late.clear();
 }
 
-// Tells strict.cpp something, if it is loaded.
-template <typename... Args>
-void Tell(const char* name, Args... args) {
-  void* function = dlsym(RTLD_DEFAULT, name);
-  if (function != nullptr)
-    reinterpret_cast<void (*)(Args...)>(function)(args...);
-}
-
 // Returns whether a copy shows what an adapter has written only after a flush. A
 // GPU that has no such order and no flush is none that one can test with.
 bool NeedsFlush() {
@@ -113,13 +114,13 @@ extern "C" {
 
 cudaError_t cudaGetDeviceCount(int* count) {
   if (cudaError_t error = Call(__func__)) return error;
-  if (Setting("CUDA_STUB_REAL", 0) == 0) Tell("strict_gpu");
   *count = Setting("CUDA_STUB_DEVICES", 1);
   return *count > 0 ? cudaSuccess : cudaErrorNoDevice;
 }
 
 cudaError_t cudaMalloc(void** data, size_t size) {
   if (cudaError_t error = Call(__func__)) return error;
+  if (Setting("CUDA_STUB_DEVICES", 1) == 0) return cudaErrorNoDevice;
   size = (size + kPageSize - 1) / kPageSize * kPageSize;
   int fd = memfd_create("gpu", 0);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0) {
@@ -225,6 +226,7 @@ cudaError_t cudaDeviceFlushGPUDirectRDMAWrites(
 
 const char* cudaGetErrorString(cudaError_t error) {
   if (error == cudaErrorUnknown) return "unknown error";
+  if (error == cudaErrorNoDevice) return "no CUDA-capable device is detected";
   return error == cudaErrorMemoryAllocation ? "out of memory"
                                             : "invalid argument";
 }

@@ -196,15 +196,16 @@ class Server:
     """A server, its address, and clients for it."""
 
     def __init__(self, run, build, program, provider="", netns=None, folder=None,
-                 wrapper=(), **env):
+                 wrapper=(), options=(), **env):
         self.run = run
         self.program = program
         self.entry = TABLE[program]
         self.path = f"{build}/{program}"
         self.provider = provider
         self.env = env
-        # The wrapper is a command that runs the server.
-        command = [*wrapper, self.path]
+        # The wrapper is a command that runs the server. The options are for clients, too.
+        self.command = [self.path, *options]
+        command = [*wrapper, *self.command]
         # Where it saves files, if it does.
         self.folder = None
         if self.entry.files:
@@ -224,7 +225,7 @@ class Server:
             if args[0].isdigit():
                 source = self.new_source(int(args[0]))
                 args = [source, *args[1:]]
-        client = self.run([self.path, self.addresses, *args], self.provider, netns,
+        client = self.run([*self.command, self.addresses, *args], self.provider, netns,
                           **{**self.env, **env})
         client.source = source
         return client

@@ -1779,6 +1779,7 @@ bool CheckHints(const struct fi_info* hints) {
     Violation("hints", "mode lacks FI_CONTEXT2");
     return false;
   }
+  if (hints->ep_attr->max_msg_size > g_max_msg) return false;
   if ((hints->caps & FI_HMEM) == 0) return true;
   if ((mr_mode & FI_MR_HMEM) == 0) {
     Violation("hints", "mr_mode lacks FI_MR_HMEM");

@@ -28,8 +28,8 @@
 // object then gets its own copy of its tables, with some of the functions
 // replaced. What the programs do is enough here: one thread, one endpoint for
 // each completion queue, entries in FI_CQ_FORMAT_DATA, no messages or WRITEs but
-// those of fi_send, fi_sendmsg and fi_writemsg, no other registrations than those of
-// fi_mr_reg and fi_mr_regattr.
+// those of fi_send, fi_sendmsg, fi_write, fi_writedata and fi_writemsg, no other
+// registrations than those of fi_mr_reg and fi_mr_regattr.
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -51,9 +51,8 @@
 #include <algorithm>
 #include <chrono>
 #include <deque>
+#include <functional>
 #include <unordered_map>
-#include <utility>
-#include <vector>
 
 using Clock = std::chrono::steady_clock;
 
@@ -92,16 +91,10 @@ Table* Replace(Table*& table) {
   return real;
 }
 
-// A WRITE that the provider has not got yet. The caller may reuse all that
-// `msg` points to, so we keep copies. Its data, however, has to stay in place
-// until the completion, and so has its context.
+// A WRITE that the provider has not got yet.
 struct Write {
   Clock::time_point due;
-  std::vector<struct iovec> iov;
-  std::vector<void*> desc;
-  std::vector<struct fi_rma_iov> rma_iov;
-  struct fi_msg_rma msg;
-  uint64_t flags;
+  std::function<ssize_t()> post;
 };
 
 struct Completion {
@@ -129,34 +122,46 @@ std::unordered_map<struct fid*, struct fi_ops_fabric*> g_real_fabrics;
 std::unordered_map<struct fid*, struct fi_ops_domain*> g_real_domains;
 std::unordered_map<struct fid*, struct fi_ops_mr*> g_real_mrs;  // of domains
 
+// The caller may reuse all that `msg` points to, so we keep copies. The data
+// itself, however, has to stay in place until the completion, and so has the context.
 ssize_t WriteMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
                  uint64_t flags) {
   Endpoint& endpoint = g_endpoints.at(&ep->fid);
+  auto* real = endpoint.real_rma->writemsg;
   // The caller may reuse the data of an FI_INJECT at once.
   if (g_write_delay.count() == 0 || (flags & (FI_REMOTE_CQ_DATA | FI_INJECT))) {
-    return endpoint.real_rma->writemsg(ep, msg, flags);
+    return real(ep, msg, flags);
   }
-  Write write = {.due = Clock::now() + g_write_delay,
-                 .iov = {msg->msg_iov, msg->msg_iov + msg->iov_count},
-                 .desc = {},
-                 .rma_iov = {msg->rma_iov, msg->rma_iov + msg->rma_iov_count},
-                 .msg = *msg,
-                 .flags = flags};
-  if (msg->desc) write.desc.assign(msg->desc, msg->desc + msg->iov_count);
-  endpoint.writes.push_back(std::move(write));
+  if (msg->iov_count != 1 || msg->rma_iov_count != 1) Die("several buffers");
+  endpoint.writes.push_back(
+      {Clock::now() + g_write_delay,
+       [=, copy = *msg, iov = *msg->msg_iov, rma_iov = *msg->rma_iov,
+        desc = msg->desc ? *msg->desc : nullptr]() mutable {
+         copy.msg_iov = &iov;
+         copy.rma_iov = &rma_iov;
+         copy.desc = &desc;
+         return real(ep, &copy, flags);
+       }});
+  return 0;
+}
+
+// The short form. That with immediate data is never delayed.
+ssize_t ShortWrite(struct fid_ep* ep, const void* data, size_t size, void* desc,
+                   fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
+  Endpoint& endpoint = g_endpoints.at(&ep->fid);
+  auto post = [=, real = endpoint.real_rma->write] {
+    return real(ep, data, size, desc, peer, addr, key, context);
+  };
+  if (g_write_delay.count() == 0) return post();
+  endpoint.writes.push_back({Clock::now() + g_write_delay, post});
   return 0;
 }
 
 // Hands over the WRITEs of an endpoint that are due, while there is room.
-void ProgressWrites(struct fid* fid, Endpoint& endpoint) {
+void ProgressWrites(Endpoint& endpoint) {
   while (!endpoint.writes.empty() &&
          endpoint.writes.front().due <= Clock::now()) {
-    Write& write = endpoint.writes.front();
-    write.msg.msg_iov = write.iov.data();
-    write.msg.desc = write.desc.empty() ? nullptr : write.desc.data();
-    write.msg.rma_iov = write.rma_iov.data();
-    ssize_t ret = endpoint.real_rma->writemsg(
-        reinterpret_cast<struct fid_ep*>(fid), &write.msg, write.flags);
+    ssize_t ret = endpoint.writes.front().post();
     if (ret == -FI_EAGAIN) return;
     // It is too late to return this. The WRITE never completes, as with a
     // provider that does not report lost peers.
@@ -170,7 +175,7 @@ void ProgressWrites(struct fid* fid, Endpoint& endpoint) {
 
 ssize_t CqRead(struct fid_cq* cq, void* buf, size_t count) {
   for (auto& [fid, endpoint] : g_endpoints) {
-    if (endpoint.cq == &cq->fid) ProgressWrites(fid, endpoint);
+    if (endpoint.cq == &cq->fid) ProgressWrites(endpoint);
   }
   CompletionQueue& queue = g_cqs.at(&cq->fid);
   auto* entries = static_cast<struct fi_cq_data_entry*>(buf);
@@ -249,6 +254,7 @@ int EndpointControl(struct fid* fid, int command, void* arg) {
     auto* ep = reinterpret_cast<struct fid_ep*>(fid);
     endpoint.real_rma = Replace(ep->rma);
     ep->rma->writemsg = WriteMsg;
+    ep->rma->write = ShortWrite;
     endpoint.real_msg = Replace(ep->msg);
     ep->msg->sendmsg = SendMsg;
     ep->msg->send = Send;

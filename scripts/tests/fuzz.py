@@ -60,6 +60,8 @@ FORMATS = {
     "RANDOM_FILL of 6_write": (RANDOM_FILL, [*FILL, ("page_idx", "numbers")]),
     "RANDOM_FILL of 7_queue": (RANDOM_FILL, [*FILL, ("total_repeat", "Q"),
                                              ("page_idx", "numbers")]),
+    "RANDOM_FILL of 14_strangers": (RANDOM_FILL, [*FILL, ("total_repeat", "Q"),
+                                                  ("page_idx", "numbers")]),
     "MALLOC": (MALLOC, POOL),
     "FREE": (FREE, POOL),
     "USAGE": (USAGE, POOL),
@@ -228,9 +230,10 @@ SESSIONS = {
     "8_malloc": session_of_requests,
     "9_file": session_of_a_file,
     "10_lock": session_of_changes,
-    "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
+    "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 14_strangers"),
     "12_sleep": session_of_texts,
     "13_crowd": session_of_a_crowd,
+    "14_strangers": functools.partial(session_of_fills, "RANDOM_FILL of 14_strangers"),
 }
 
 

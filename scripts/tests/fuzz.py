@@ -476,7 +476,7 @@ class Fuzzer:
         """Returns whether the server takes this for a CONNECT with an address to
         which it can try to send."""
         if sender.plain:
-            return message[:4] == struct.pack("<I", CONNECT)
+            return message[:4] == struct.pack("<I", CONNECT) and len(message) <= LONGEST
         if len(message) != 268 or message[:4] != struct.pack("<I", CONNECT):
             return False
         (size,) = struct.unpack_from("<I", message, 8)

@@ -42,6 +42,8 @@
 //   hints      demands that a program must be able to meet: FI_MR_ALLOCATED,
 //              VIRT_ADDR, PROV_KEY, HMEM with FI_HMEM (efa_prov_info.c,
 //              efa_user_info.c); FI_MR_LOCAL and FI_CONTEXT2 (efa-direct)
+//   sas        who sends a peer several messages has asked for their order
+//              (FI_ORDER_SAS in fi_endpoint(3))
 //   thread     one thread uses a domain (FI_THREAD_DOMAIN in fi_domain(3))
 //   eq         without an event queue, an error that belongs to no operation
 //              aborts the process (efa_base_ep_write_eq_error in efa_base_ep.c)
@@ -504,9 +506,10 @@ struct Endpoint : fid_ep {
   Queue* cq = nullptr;
   AddressVector* av = nullptr;
   EventQueue* eq = nullptr;
-  bool keeps_order = false;  // of SENDs
-  uint64_t op_flags = 0;     // of SENDs that are posted without flags
-  size_t tx = 0;             // operations in flight that are no RECVs
+  bool keeps_order = false;     // of SENDs
+  std::set<fi_addr_t> greeted;  // those that have been sent something
+  uint64_t op_flags = 0;        // of SENDs that are posted without flags
+  size_t tx = 0;                // operations in flight that are no RECVs
   std::set<Op*> in_flight;
   std::vector<Piece*> held;         // that the provider gets in any order,
   std::deque<Piece*> ordered_held;  // and that it gets in this one
@@ -901,6 +904,9 @@ ssize_t Message(Kind kind, struct fid_ep* fid, const struct fi_msg* msg,
   if (kind == kSend) {
     op->peer = FindPeer(ep, op->addr);
     if (op->peer == nullptr) return -FI_EINVAL;
+  }
+  if (kind == kSend && !ep.greeted.insert(op->addr).second && !ep.keeps_order) {
+    Violation("sas", "a second SEND to a peer");
   }
   if (kind == kSend && op->size > g_max_msg) {
     Violation("size", "a SEND of " + std::to_string(op->size) + " bytes");

@@ -1211,7 +1211,8 @@ MUTANTS |= {
         "test_strict.py test_receipt_fails and 14_strangers"),
 }
 # Helpers that contain the code of a program, by a word in the names of their tests.
-HELPERS = {("callback", "7_queue"): "callbacks", ("inside", "7_queue"): "inside_queue",
+HELPERS = {("callback", "14_strangers"): "callbacks", ("inside", "7_queue"): "inside_queue",
+           ("inside", "14_strangers"): "inside_strangers",
            ("inside", "10_lock"): "inside_lock"}
 
 

@@ -326,7 +326,7 @@ MUTANTS = {
         "the queue stays short, however long a transfer is", "7_queue",
         "posted_write_ops < total_write_ops && session.endpoint.HasRoom()",
         "posted_write_ops < total_write_ops",
-        "test_inside.py test_server_of_a_queue and flight and default"),
+        "test_inside.py test_server_of_a_queue and room and default"),
     "queue": Mutant(
         "no operation overtakes one that waits", "7_queue",
         "pending_ops.push_back(op);", "pending_ops.push_front(op);",

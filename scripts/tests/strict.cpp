@@ -11,6 +11,7 @@
 //   STRICT_TX=N           operations in flight, then there is no room (64)
 //   STRICT_DELAY_US=N     an operation starts up to so much later (2000)
 //   STRICT_CQ_DELAY_US=N  and is reported up to so much later (3000)
+//   STRICT_SEND_CQ_DELAY_US=N  so is a SEND (as CQ_DELAY)
 //   STRICT_PIECES=N       a READ or WRITE travels in up to so many pieces (4)
 //   STRICT_MAX_MSG=N      bytes of the longest SEND; efa has no limit, efa-direct
 //                         that of a packet, some 8 KiB
@@ -161,6 +162,7 @@ const long g_eagain = Setting("STRICT_EAGAIN", 20);
 const auto g_tx = static_cast<size_t>(Setting("STRICT_TX", 64));
 const long g_delay = Setting("STRICT_DELAY_US", 2000);
 const long g_cq_delay = Setting("STRICT_CQ_DELAY_US", 3000);
+const long g_send_cq_delay = Setting("STRICT_SEND_CQ_DELAY_US", g_cq_delay);
 const auto g_pieces = static_cast<size_t>(Setting("STRICT_PIECES", 4));
 const auto g_max_msg = static_cast<size_t>(Setting("STRICT_MAX_MSG", -1));
 const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
@@ -689,7 +691,8 @@ void Succeed(Op& op, size_t len) {
   if (op.ended) return;
   op.ended = true;
   Queue& cq = *op.ep->cq;
-  Clock::time_point due = Later(g_cq_delay);
+  Clock::time_point due =
+      Later(op.kind == kSend ? g_send_cq_delay : g_cq_delay);
   if (op.kind == kRecv && !g_recv_disorder) {
     due = cq.last_recv = std::max(due, cq.last_recv);
   }

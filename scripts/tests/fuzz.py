@@ -46,20 +46,22 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # ---- The messages ----
 
-# The fields behind the type and the nonce: in the letters of Python's struct, except
-# "bytes" (any number of them) and "numbers" (any number of uint32_t).
-FILL = [("remote_context", "I"), ("num_pages", "I"), ("addr", "Q"), ("size", "Q"),
-        ("rkey", "Q"), ("seed", "Q"), ("page_size", "Q")]
+# The messages of these begin with nothing but the type, those of 13_crowd with a number
+# and a nonce, and all others with a nonce.
+PLAIN = ["5_reverse", "6_write", "7_queue"]
+# The fields behind that: in the letters of Python's struct, except "bytes" (any number of
+# them) and "numbers" (any number of uint32_t).
+PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
+PLAIN_FILL = [*PLACE, ("page_size", "I"), ("imm_data", "I")]
 POOL = [("size", "Q"), ("addr", "Q")]
-# Here there is a number between the type and the nonce.
 IN_A_CROWD = [("number", "I"), ("nonce", "I")]
-FORMATS = {
+GUARDED = {
     "CONNECT": (CONNECT, [("addr_size", "I"), ("addr", "256s")]),
     "BYE": (BYE, []),
     "TEXT": (TEXT, [("text", "bytes")]),
-    "RANDOM_FILL of 6_write": (RANDOM_FILL, [*FILL, ("page_idx", "numbers")]),
-    "RANDOM_FILL of 7_queue": (RANDOM_FILL, [*FILL, ("total_repeat", "Q"),
-                                             ("page_idx", "numbers")]),
+    "RANDOM_FILL": (RANDOM_FILL, [
+        ("imm_data", "I"), ("num_pages", "I"), *PLACE, ("page_size", "Q"),
+        ("total_repeat", "Q"), ("page_idx", "numbers")]),
     "MALLOC": (MALLOC, POOL),
     "FREE": (FREE, POOL),
     "USAGE": (USAGE, POOL),
@@ -72,6 +74,16 @@ FORMATS = {
     "APPEND": (APPEND, [("client", "I"), ("count", "I")]),
     "ALIVE of 10_lock": (TABLE_ALIVE, [("finished", "Q")]),
     "REPORT": (REPORT, [("entries", "Q"), ("changes", "Q")]),
+}
+FORMATS = {
+    **{name: (type_, [("nonce", "I"), *fields])
+       for name, (type_, fields) in GUARDED.items()},
+    "plain CONNECT": (CONNECT, [("addr", "bytes")]),
+    "plain BYE": (BYE, []),
+    "plain TEXT": (TEXT, [("text", "bytes")]),
+    "RANDOM_FILL of 6_write": (RANDOM_FILL, [*PLAIN_FILL, ("page_idx", "numbers")]),
+    "RANDOM_FILL of 7_queue": (RANDOM_FILL, [*PLAIN_FILL, ("total_repeat", "Q"),
+                                             ("page_idx", "numbers")]),
     "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr_size", "I"),
                                       ("addr", "256s")]),
     "BYE of 13_crowd": (BYE, IN_A_CROWD),
@@ -85,7 +97,7 @@ BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
 # Values that a field only just may have, or only just may not.
 LIMITS = {
     "addr_size": [15, 16, 17, 255, 256, 257],
-    "page_size": [4, 7, 8, 12, 1 << 20, 16 << 20, (16 << 20) + 8],
+    "page_size": [4, 7, 8, 12, 1 << 20, (1 << 20) + 1, 16 << 20, (16 << 20) + 8],
     "num_pages": [2, 3, 2**30 + 2, 2**31],
     "total_repeat": [2, 1_000_000_000, 1_000_000_001],
     "num_slots": [2, 64, 65],
@@ -102,17 +114,15 @@ class Message:
 
     def __init__(self, kind, /, **values):
         type_, fields = FORMATS[kind]
-        if fields[:2] != IN_A_CROWD:
-            fields = [("nonce", "I"), *fields]
         self.names = ["type", *(name for name, _ in fields)]
         self.formats = ["I", *(format_ for _, format_ in fields)]
         self.values = [type_, *(values.get(name, 0 if format_ in "IQ" else b"")
                                 for name, format_ in fields)]
 
     def in_session(self, nonce, number=0):
-        self.values[self.names.index("nonce")] = nonce
-        if "number" in self.names:
-            self.values[self.names.index("number")] = number
+        for name, value in ("nonce", nonce), ("number", number):
+            if name in self.names:
+                self.values[self.names.index(name)] = value
         return self
 
     def pack(self):
@@ -164,15 +174,15 @@ def spoil(message, rng, longest):
 # Each returns the messages of a session, without CONNECT and BYE. The number is
 # another one each time.
 
-def session_of_texts(rng, number):
+def session_of_texts(kind, rng, number):
     size = rng.choices([1, 10, 1000, 60000], [8, 8, 8, 1])[0]
-    return [Message("TEXT", text=b"x" * size)]
+    return [Message(kind, text=b"x" * size)]
 
 
 def session_of_fills(kind, rng, number):
     # There is no memory at this address, and nobody has this key.
     indices = [rng.randrange(16) for _ in range(rng.choice([1, 2, 5, 300]))]
-    return [Message(kind, remote_context=rng.getrandbits(31) + 1, addr=0x1000,
+    return [Message(kind, imm_data=rng.getrandbits(31) + 1, addr=0x1000,
                     size=1 << 20, rkey=rng.getrandbits(48), seed=rng.getrandbits(64),
                     page_size=rng.choice([8, 512, 4096, 65536]),
                     num_pages=len(indices), total_repeat=rng.randrange(1, 4),
@@ -222,15 +232,16 @@ def session_of_a_crowd(rng, number):
 
 
 SESSIONS = {
-    "5_reverse": session_of_texts,
+    "5_reverse": functools.partial(session_of_texts, "plain TEXT"),
     "6_write": functools.partial(session_of_fills, "RANDOM_FILL of 6_write"),
     "7_queue": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
     "8_malloc": session_of_requests,
     "9_file": session_of_a_file,
     "10_lock": session_of_changes,
-    "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
-    "12_sleep": session_of_texts,
+    "11_rails": functools.partial(session_of_fills, "RANDOM_FILL"),
+    "12_sleep": functools.partial(session_of_texts, "TEXT"),
     "13_crowd": session_of_a_crowd,
+    "14_strangers": functools.partial(session_of_fills, "RANDOM_FILL"),
 }
 
 
@@ -254,6 +265,7 @@ class Sender:
             stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL)
         self.address = bytes.fromhex(self.answer().split()[1])
+        self.plain = server.program in PLAIN
         self.nonce = 0  # of its session
 
     def answer(self):
@@ -287,14 +299,21 @@ class Sender:
             raise Lost
         return None if what == "nothing" else bytes.fromhex(text)
 
-    def connect(self):
-        return Message("CONNECT", nonce=self.nonce, addr_size=len(self.address),
-                       addr=self.address)
+    def connect(self, address=None):
+        address = address or self.address
+        if self.plain:
+            return Message("plain CONNECT", addr=address)
+        return Message("CONNECT", nonce=self.nonce, addr_size=len(address), addr=address)
+
+    def bye(self):
+        return Message("plain BYE" if self.plain else "BYE", nonce=self.nonce)
 
     def accepted(self):
         """Waits for an ACCEPT, and returns the address in it; None if there is
         none. Answers to earlier messages may come first."""
         while (message := self.wait()) is not None:
+            if self.plain and message[:4] == struct.pack("<I", ACCEPT):
+                return message[4:].hex()
             if message[:8] == base(ACCEPT, self.nonce):
                 return read_address(message)[1]
             if message[:8] == base(WAIT, self.nonce):
@@ -416,28 +435,27 @@ class Fuzzer:
                 self.count("too late")
                 return
             # If the server left in the middle of a long answer, our RECV would fail.
-            if number != bad and len(data) > 2000 and \
-                    SESSIONS[self.program] is session_of_texts:
+            if number != bad and len(data) > 2000 and "text" in message.names:
                 sender.wait()
             if number == bad and rng.random() < 0.7:
                 break
         if rng.random() < 0.05 and self.may_abandon():
             self.count("abandoned")
             return
-        sender.send(Message("BYE", nonce=sender.nonce).pack())
+        sender.send(sender.bye().pack())
 
     def at_the_door(self, sender, rng):
         """Returns a message for the listener."""
         kind = rng.randrange(10)
         if kind == 0:
             return rng.choice([b"", rng.randbytes(rng.randrange(1, 400)),
-                               bytes(self.longest), Message("BYE").pack()])
+                               bytes(self.longest), sender.bye().pack()])
         if kind == 1:
             return rng.choice(SESSIONS[self.program](rng, 0)).pack()
         message = spoil(sender.connect(), rng, self.longest)
         if self.opens(sender, message):
             # With the nonce that its session then has.
-            return with_nonce(message, sender.nonce)
+            return message if sender.plain else with_nonce(message, sender.nonce)
         if not self.looks_good(sender, message):
             return message
         # The server will call there. It must not call strangers, and not often:
@@ -450,14 +468,15 @@ class Fuzzer:
                         sender.address[4:])
             elif b"shm" not in sender.address:
                 dead = sender.address
-            return Message("CONNECT", nonce=rng.randrange(1, 2**32),
-                           addr_size=len(dead), addr=dead).pack()
-        return message[:-1]
+            return sender.connect(dead).in_session(rng.randrange(1, 2**32)).pack()
+        return message[:3] if sender.plain else message[:-1]
 
     @staticmethod
     def looks_good(sender, message):
         """Returns whether the server takes this for a CONNECT with an address to
         which it can try to send."""
+        if sender.plain:
+            return message[:4] == struct.pack("<I", CONNECT) and len(message) <= LONGEST
         if len(message) != 268 or message[:4] != struct.pack("<I", CONNECT):
             return False
         (size,) = struct.unpack_from("<I", message, 8)
@@ -467,6 +486,9 @@ class Fuzzer:
     def opens(self, sender, message):
         """Returns whether this is a CONNECT from the sender all the same."""
         size = len(sender.address)
+        if sender.plain:  # what is missing is zeros to it, and what is too much nothing
+            return self.looks_good(sender, message) and \
+                message[4:4 + size].ljust(size, b"\0") == sender.address
         return self.looks_good(sender, message) and message[8:12 + size] == (
             struct.pack("<I", size) + sender.address)
 

@@ -8,8 +8,7 @@ Usage: scripts/tests/mutants.py [NAME...]    (make mutants)
 Each mutant is made in a copy of the repository, in build/mutants/. It is caught if
 the tests that are named beside it fail. Exits with 1 if one survives.
 
-No test of ours can see what these rules are for, so they have no mutant: the order of
-SENDs (no program goes wrong in a test without it), and huge pages.
+No test of ours can see what huge pages are for, so they have no mutant.
 """
 
 import concurrent.futures
@@ -39,7 +38,343 @@ class Mutant(typing.NamedTuple):
     tests: str  # a file, and what to pass to pytest's -k
 
 
+# Of 4 to 7: the rules that all programs keep.
 MUTANTS = {
+    "posted-again": Mutant(
+        "a buffer in flight is not posted again", "4_hello",
+        "    if (buf.in_flight > 0) continue;\n", "",
+        "test_strict.py test_rules and 4_hello"),
+    "kept": Mutant(
+        "a RECV that has completed gives its buffer back", "4_hello",
+        "    --done.buf->in_flight;\n", "",
+        "test_messages.py test_at_the_door and 4_hello"),
+    "kept-after-a-failure": Mutant(
+        "so does one that has failed", "5_reverse",
+        "    --done.buf->in_flight;\n", "    if (error.empty()) --done.buf->in_flight;\n",
+        "test_messages.py test_at_the_door and 5_reverse"),
+    "overwritten": Mutant(
+        "the buffer of a SEND stays as it is until that has completed", "5_reverse",
+        "if (send_buf.in_flight == 0 && !outbox.empty())", "if (!outbox.empty())",
+        "test_strict.py test_late_sends and 5_reverse"),
+    "overwritten-of-7": Mutant(
+        "the buffer of a SEND stays as it is until that has completed", "7_queue",
+        "while (i < send_bufs.size() && send_bufs[i].in_flight > 0) ++i;", "",
+        "test_strict.py test_late_sends and 7_queue"),
+    "eagain": Mutant(
+        "what libfabric has no room for is posted again", "5_reverse",
+        "if (ret == -FI_EAGAIN) return false;", "if (ret == -FI_EAGAIN) return true;",
+        "test_programs.py test_data and 5_reverse and default"),
+    "owner": Mutant(
+        "everything is closed", "4_hello",
+        "int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;", "int ret = 0;",
+        "test_programs.py test_data and 4_hello and shm"),
+    "endpoint-last": Mutant(
+        "an endpoint is closed before the buffers that it uses", "5_reverse",
+        "  std::deque<Buffer> recv_bufs;\n"
+        "  Buffer send_buf;\n"
+        "  std::deque<Message> inbox;   // that have arrived\n"
+        "  std::deque<Message> outbox;  // that wait for send_buf\n"
+        "  fi_addr_t peer = FI_ADDR_UNSPEC;\n"
+        "  Clock::time_point heard_at = Clock::now();  // the last sign of life\n"
+        "  Endpoint endpoint;  // the last, so that it is closed before it loses buffers\n",
+        "  Endpoint endpoint;\n"
+        "  std::deque<Buffer> recv_bufs;\n"
+        "  Buffer send_buf;\n"
+        "  std::deque<Message> inbox;   // that have arrived\n"
+        "  std::deque<Message> outbox;  // that wait for send_buf\n"
+        "  fi_addr_t peer = FI_ADDR_UNSPEC;\n"
+        "  Clock::time_point heard_at = Clock::now();  // the last sign of life\n",
+        "test_strict.py test_rules and 5_reverse"),
+    "session-last": Mutant(
+        "a session is closed before the pages that it writes", "7_queue",
+        "  std::optional<Buffer> source;  // the pages, once the client has asked\n"
+        "  Session session;\n",
+        "  Session session;\n"
+        "  std::optional<Buffer> source;  // the pages, once the client has asked\n",
+        "test_inside.py test_server_of_a_queue and close and default"),
+    "region-first": Mutant(
+        "a region is closed before its memory is freed", "7_queue",
+        "  Memory data;\n"
+        "  Owned<fid_mr> mr;\n",
+        "  Owned<fid_mr> mr;\n"
+        "  Memory data;\n",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "error": Mutant(
+        "an error reaches the operation's own callback", "5_reverse",
+        "    done.error = error;\n", "",
+        "test_messages.py test_too_long and 5_reverse"),
+    "bad-recv": Mutant(
+        "a RECV that has failed is no message", "5_reverse",
+        "    op.Check();  // throws if it was too long, for example\n", "",
+        "test_messages.py test_too_long and 5_reverse"),
+    "refused-post": Mutant(
+        "an operation that libfabric refuses completes, with an error", "4_hello",
+        "    if (ret != 0) Complete(op, 0, fi_strerror(int(-ret)));\n", "",
+        "test_failures.py test_locked_memory and 4_hello"),
+    "failed-write": Mutant(
+        "a WRITE that has failed ends the session", "7_queue",
+        "           op.Check();\n"
+        "           session.heard_at", "           session.heard_at",
+        "test_messages.py test_memory_that_is_not_there and 7_queue and default"),
+    "nobodys-error": Mutant(
+        "an error that belongs to no operation ends the session", "7_queue",
+        "if (entry.op_context == nullptr || (entry.flags & FI_REMOTE_WRITE)) {",
+        "if (entry.op_context == nullptr && entry.err == 0) {",
+        "test_messages.py test_memory_that_is_not_there and 7_queue and shm"),
+    "length": Mutant(
+        "a message is no longer than its buffer", "4_hello",
+        "done.len = std::min(len, done.len);", "done.len = len;",
+        "test_reorder.py test_truncated and 4_hello"),
+    "known": Mutant(
+        "an address that the provider does not take is an error", "5_reverse",
+        "FiCheck(known ? 0 : -FI_EINVAL,", "FiCheck(known ? 0 : 0,",
+        "test_failures.py test_address_of_another_provider and 5_reverse"),
+    "no-immediate-data": Mutant(
+        "a provider without immediate data is refused", "6_write",
+        "if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {",
+        "if (info == nullptr) {",
+        "test_failures.py test_no_immediate_data and 6_write"),
+    "client-error": Mutant(
+        "a client's error does not end the server", "5_reverse",
+        "      } catch (const std::exception& e) {\n"
+        "        // It ends this client's session",
+        "      } catch (const std::logic_error& e) {\n"
+        "        // It ends this client's session",
+        "test_messages.py test_in_a_session and 5_reverse"),
+    "session-after-an-error": Mutant(
+        "an error ends the client's session", "5_reverse",
+        "        client.done = true;\n"
+        "      }\n", "      }\n",
+        "test_messages.py test_in_a_session and 5_reverse"),
+    "at-the-door": Mutant(
+        "a bad message does not end the server", "5_reverse",
+        "    } catch (const std::exception& e) {\n"
+        "      // A bad",
+        "    } catch (const std::logic_error& e) {\n"
+        "      // A bad",
+        "test_messages.py test_at_the_door and 5_reverse"),
+    "silence": Mutant(
+        "silence ends a session", "5_reverse",
+        '    CheckSilence(session.heard_at, "waiting for the client");\n', "",
+        "test_messages.py test_silent_clients and 5_reverse"),
+    "silent-server": Mutant(
+        "a client gives up a silent server", "7_queue",
+        "      CheckSilence(heard_at, what);\n", "",
+        "test_failures.py test_server_gone and 7_queue"),
+    "silent-server-of-4": Mutant(
+        "a client gives up a silent server", "4_hello",
+        "      CheckSilence(start, what);\n", "",
+        "test_failures.py test_server_gone and 4_hello"),
+    "heard-writes": Mutant(
+        "a WRITE that has completed is a sign of life", "7_queue",
+        "           session.heard_at = Clock::now();\n", "",
+        "test_programs.py test_slow_cable"),
+    "heard-messages": Mutant(
+        "so is a message", "7_queue",
+        "    inbox.push_back(std::move(message));\n"
+        "    heard_at = Clock::now();\n", "    inbox.push_back(std::move(message));\n",
+        "test_programs.py test_slow_cable"),
+    "progress": Mutant(
+        "a client hears of a long transfer", "7_queue",
+        "    session.Send(AppMessageType::kProgress);\n", "",
+        "test_programs.py test_slow_cable"),
+    "progress-at-a-time": Mutant(
+        "no PROGRESS follows one that is on its way", "7_queue",
+        "    if (!session.HasSent()) return;\n", "",
+        "test_inside.py test_server_of_a_queue and flight and default"),
+    "bye": Mutant(
+        "a client that leaves says BYE", "5_reverse",
+        "  session.SayBye();\n", "",
+        "test_strict.py test_last_message"),
+    "bye-arrives": Mutant(
+        "it waits until its BYE has arrived", "5_reverse",
+        '      WaitUntil("saying BYE", [&] { return HasSent(); });\n', "",
+        "test_strict.py test_last_message"),
+    "eight": Mutant(
+        "a server has so many sessions, and no more", "7_queue",
+        "clients.size() < kMaxClients && ", "",
+        "test_messages.py test_ninth and 7_queue and shm"),
+    "ninth": Mutant(
+        "a CONNECT that comes when all places are taken waits", "5_reverse",
+        "      while (clients.size() < kMaxClients &&",
+        "      if (clients.size() >= kMaxClients) listener.inbox.clear();\n"
+        "      while (clients.size() < kMaxClients &&",
+        "test_messages.py test_ninth and 5_reverse"),
+    "first-signal": Mutant(
+        "a signal closes everything", "5_reverse",
+        "  while (!g_interrupted) {", "  while (true) {",
+        "test_strict.py test_rules and 5_reverse and default"),
+    "client-signal": Mutant(
+        "a client that is interrupted ends", "7_queue",
+        '      if (g_interrupted) throw std::runtime_error("interrupted");\n', "",
+        "test_failures.py test_client_signals_at_work and 7_queue and shm"),
+    "second-signal": Mutant(
+        "a second signal ends the process", "4_hello",
+        "_exit(128 + signum);", "(void)signum;",
+        "test_failures.py test_second_signal"),
+    "other-second-signal-of-4": Mutant(
+        "of whatever kind it is", "4_hello",
+        "{SIGINT, SIGTERM, SIGHUP, SIGPIPE}", "{SIGINT, SIGTERM, SIGPIPE}",
+        "test_failures.py test_second_signal"),
+    "pipe-of-5": Mutant(
+        "a server whose output nobody reads closes everything", "5_reverse",
+        "{SIGINT, SIGTERM, SIGHUP, SIGPIPE}", "{SIGINT, SIGTERM, SIGHUP}",
+        "test_failures.py test_nobody_reads and 5_reverse"),
+    "handlers-late": Mutant(
+        "our signal handlers take the place of those of shm", "7_queue",
+        "      signal(sig, HandleSignal);\n", "      (void)sig;\n",
+        "test_failures.py test_client_signals_at_work and 7_queue and shm"),
+    "pause": Mutant(
+        "an idle server is quiet", "5_reverse",
+        "if (completions == 0) std::this_thread::sleep_for(kIdlePause);", "",
+        "test_failures.py test_idle and not session"),
+    "pause-of-7": Mutant(
+        "an idle server is quiet", "7_queue",
+        "    if (!busy) {\n", "    if (false) {\n",
+        "test_failures.py test_idle and not session"),
+    "busy-of-7": Mutant(
+        "a server that writes pages does not sleep", "7_queue",
+        "    if (!busy) {\n", "    if (true) {\n",
+        "test_programs.py test_busy"),
+    "busy-client": Mutant(
+        "a client that waits for its pages does not sleep", "7_queue",
+        "      if (Poll() == 0 && polls % kPollsPerYield == 0) std::this_thread::yield();",
+        "      if (Poll() == 0) std::this_thread::sleep_for(kIdlePause);",
+        "test_programs.py test_busy"),
+    "type": Mutant(
+        "the type of a message is checked", "5_reverse",
+        "  if (message.type != type) {", "  if (uint32_t(message.type) > 1000) {",
+        "test_messages.py test_in_a_session and 5_reverse"),
+    "short-message": Mutant(
+        "a message that is too short has no type", "5_reverse",
+        "    if (op.len >= sizeof(message.type)) {", "    if (op.len >= 0) {",
+        "test_messages.py test_at_the_door and 5_reverse"),
+    "wrong-answer": Mutant(
+        "a client compares what it gets", "5_reverse",
+        "  if (received != std::string(text.rbegin(), text.rend())) {",
+        "  if (received.empty()) {",
+        "test_messages.py test_bad_answers and 5_reverse"),
+    "typed-address": Mutant(
+        "a length on the command line is checked", "4_hello",
+        "hex.size() / 2 > kMaxAddressSize ||", "false ||",
+        "test_failures.py test_wrong_arguments and 4_hello"),
+    "page-size-0": Mutant(
+        "a request is checked: pages without a byte", "6_write",
+        "page_size == 0 || ", "",
+        "test_messages.py test_in_a_session and 6_write"),
+    "page-size": Mutant(
+        "pages that are too long", "6_write",
+        "page_size > kMaxPageSize ||", "",
+        "test_messages.py test_in_a_session and 6_write"),
+    "no-pages": Mutant(
+        "no pages at all", "6_write",
+        "page_size > kMaxPageSize || page_idx.empty() ||", "page_size > kMaxPageSize ||",
+        "test_messages.py test_in_a_session and 6_write"),
+    "too-many-pages": Mutant(
+        "more than the server makes", "6_write",
+        "page_idx.size() > kMaxTransfer / page_size || ", "",
+        "test_messages.py test_in_a_session and 6_write"),
+    "number-0": Mutant(
+        "no number", "6_write",
+        " || request.imm_data == 0 ||", " ||",
+        "test_messages.py test_in_a_session and 6_write"),
+    "page-index": Mutant(
+        "a page outside of the client's memory", "6_write",
+        ">=\n"
+        "            request.size / page_size) {",
+        ">=\n"
+        "            ~uint64_t{0} - page_size) {",
+        "test_messages.py test_in_a_session and 6_write"),
+    "second-request": Mutant(
+        "a second one, while the first is under way", "6_write",
+        "if (source || body.size() < sizeof(request))",
+        "if (body.size() < sizeof(request))",
+        "test_messages.py test_second_request and 6_write and default"),
+    "short-request": Mutant(
+        "one that is cut short", "7_queue",
+        "if (source || body.size() < sizeof(request))", "if (source)",
+        "test_messages.py test_in_a_session and 7_queue"),
+    "no-repeat": Mutant(
+        "one to be written not once", "7_queue",
+        "request.total_repeat == 0 || ", "",
+        "test_messages.py test_in_a_session and 7_queue"),
+    "repeat": Mutant(
+        "one to be written too often", "7_queue",
+        "request.total_repeat == 0 || request.total_repeat > kMaxRepeat ||",
+        "request.total_repeat == 0 ||",
+        "test_messages.py test_in_a_session and 7_queue"),
+    "number": Mutant(
+        "a client waits for the number that it has chosen", "6_write",
+        "if (imm_data == request.imm_data) filled = true;", "filled = imm_data != 0;",
+        "test_messages.py test_interrupted_while_waiting and 6_write and default"),
+    "last-write-of-6": Mutant(
+        "the last WRITE waits for all others", "6_write",
+        "      if (last && source->in_flight > 0) return;\n", "",
+        "test_reorder.py test_late_writes and 6_write"),
+    "last-write-of-7": Mutant(
+        "the last WRITE waits for all others", "7_queue",
+        "(last ? 1 : most)", "most",
+        "test_reorder.py test_late_writes and 7_queue"),
+    "bytes-in-flight": Mutant(
+        "what is in flight is bounded in bytes", "7_queue",
+        "std::clamp(kMaxOutstandingBytes / request.page_size,",
+        "std::clamp(kMaxOutstandingWrites,",
+        "test_inside.py test_server_of_a_queue and flight and default"),
+    "room": Mutant(
+        "the queue stays short, however long a transfer is", "7_queue",
+        "posted_write_ops < total_write_ops && session.endpoint.HasRoom()",
+        "posted_write_ops < total_write_ops",
+        "test_inside.py test_server_of_a_queue and room and default"),
+    "queue": Mutant(
+        "no operation overtakes one that waits", "7_queue",
+        "pending_ops.push_back(op);", "pending_ops.push_front(op);",
+        "test_inside.py test_order and inside_queue"),
+    "pending": Mutant(
+        "reading completions hands over what has to wait", "7_queue",
+        "  size_t PollCompletion() {\n"
+        "    ProgressPendingOps();\n", "  size_t PollCompletion() {\n",
+        "test_inside.py test_order and inside_queue"),
+    "number-of-shm": Mutant(
+        "some providers don't call a WRITE from the other side one", "6_write",
+        "(entry.flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA))",
+        "(entry.flags & FI_REMOTE_WRITE)",
+        "test_programs.py test_data and 6_write and shm"),
+    "keys": Mutant(
+        "no two regions have the same key", "6_write",
+        "attr.requested_key = domain.RandomKey();", "attr.requested_key = 1;",
+        "test_programs.py test_data and 6_write and default"),
+    "keys-of-5": Mutant(
+        "no two regions have the same key", "5_reverse",
+        "domain.next_key++", "domain.next_key",
+        "test_programs.py test_data and 5_reverse and default"),
+    "key-of-6": Mutant(
+        "nobody guesses a key", "6_write",
+        "    uint64_t key = uint64_t{random()} << 32 | random();\n"
+        "    return key >> (64 - 8 * info->domain_attr->mr_key_size);",
+        "    static uint64_t key = 0;\n"
+        "    return ++key;",
+        "test_strangers.py test_memory_of_a_client and 6_write and default"),
+    "key-size": Mutant(
+        "a key is no larger than the provider's are", "6_write",
+        "    return key >> (64 - 8 * info->domain_attr->mr_key_size);", "    return key;",
+        "test_reorder.py test_short_keys"),
+    "virtual-addresses": Mutant(
+        "the provider says how a place is named", "6_write",
+        "  if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
+        "  if (domain.info == nullptr) {",
+        "test_programs.py test_data and 6_write and shm"),
+    "offsets": Mutant(
+        "the provider says how a place is named", "6_write",
+        "  if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
+        "  if (domain.info != nullptr) {",
+        "test_programs.py test_data and 6_write and default"),
+    "event-queue": Mutant(
+        "an event queue is bound to the endpoint", "5_reverse",
+        '    FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");\n', "",
+        "test_failures.py test_event_queue and 5_reverse"),
+}
+
+MUTANTS |= {
     "compare": Mutant(
         "a turn is ended by whoever has it, and only once", "10_lock",
         """turn.Word()) == expected.Word();""",
@@ -68,39 +403,23 @@ MUTANTS = {
         "~Seat() { memory.free_seats.insert(seat); }",
         "~Seat() { memory.free_seats.insert(0); }",
         "test_lock.py test_seats"),
-    "eagain": Mutant(
-        "what libfabric has no room for is posted again", "4_hello",
-        "if (ret == -FI_EAGAIN) return false;", "if (ret == -FI_EAGAIN) return true;",
-        "test_programs.py test_data and 4_hello and default"),
-    "owner": Mutant(
-        "everything is closed", "4_hello",
-        "int ret = ptr != nullptr ? fi_close(&ptr->fid) : 0;", "int ret = 0;",
-        "test_programs.py test_data and 4_hello and shm"),
-    "second-signal": Mutant(
-        "a second signal ends the process", "4_hello",
-        "signal(signum, SIG_DFL);", "(void)signum;",
-        "test_failures.py test_second_signal"),
     "other-second-signal": Mutant(
-        "a second signal ends the process, of whatever kind it is", "4_hello",
+        "a second signal ends the process, of whatever kind it is", "14_strangers",
         "{SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);",
         "{SIGINT}) signal(signum, SIG_DFL);",
         "test_failures.py test_second_signal"),
     "locked-memory": Mutant(
-        "an error about memory names `ulimit -l`", "4_hello",
+        "an error about memory names `ulimit -l`", "14_strangers",
         "if (error == FI_ENOMEM) {", "if (error == -1) {",
-        "test_failures.py test_locked_memory and 4_hello"),
+        "test_failures.py test_locked_memory and 14_strangers"),
     "control-characters": Mutant(
-        "a terminal does not obey a text from the other side", "4_hello",
+        "a terminal does not obey a text from the other side", "12_sleep",
         "c < ' ' || c > '~' ? '?' : c", "c == 0x7f ? '?' : c",
-        "test_messages.py test_terrible_texts and 4_hello"),
-    "event-queue": Mutant(
-        "an event queue is bound to the endpoint", "5_reverse",
-        'FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");', "",
-        "test_failures.py test_event_queue and 5_reverse"),
+        "test_messages.py test_terrible_texts_of_clients"),
     "pipe": Mutant(
-        "nobody who reads our output ends us", "5_reverse",
+        "nobody who reads our output ends us", "14_strangers",
         "signal(SIGPIPE, SIG_IGN);", "",
-        "test_failures.py test_nobody_reads and 5_reverse"),
+        "test_failures.py test_nobody_reads and 14_strangers"),
     "key": Mutant(
         "nobody guesses a key", "8_malloc",
         "uint64_t key = uint64_t{random()} << 32 | random();",
@@ -166,9 +485,9 @@ MUTANTS = {
     if (state == State::kWrite) Freshest(rails).CheckSilence""",
         "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
     "waiting-is-not-silence": Mutant(
-        "the time in which a client waits for its pages is no silence", "7_queue",
+        "the time in which a client waits for its pages is no silence", "14_strangers",
         "    if (state != State::kWrite) session.endpoint.RestartSilence();\n", "",
-        "test_inside.py test_server_of_a_queue and silence"),
+        "test_inside.py test_server_of_strangers and silence"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
         "if (untold.empty()) return;", "return;",
@@ -183,10 +502,6 @@ MUTANTS = {
         "a server with places left tells those who wait for one, too", "14_strangers",
         "      line.TellAll();\n",
         "      if (clients.size() >= kMaxClients) line.TellAll();\n",
-        "test_strict.py test_slow_endpoints"),
-    "all-connects": Mutant(
-        "who has asked stands in the line before an endpoint is opened", "5_reverse",
-        "for (size_t i = 0; i < kRecvCount; ++i) completions", "completions",
         "test_strict.py test_slow_endpoints"),
     "line-once": Mutant(
         "nobody stands in the line twice", "14_strangers",
@@ -206,7 +521,8 @@ MUTANTS = {
         "      session.Refuse(e.what());\n", "",
         "test_strangers.py test_refused and 14_strangers"),
     "no-descriptor": Mutant(
-        "a client for whom there is no descriptor keeps its place in the line", "14_strangers",
+        "a client for whom there is no descriptor keeps its place in the line",
+        "14_strangers",
         """        clients.emplace_back(domain, num_clients + 1,
                              line.visitors.front().connect, memory_left);
         full_until = {};
@@ -228,92 +544,43 @@ MUTANTS = {
         "std::min<uint64_t>(ticket - turn.ticket, kMaxClients)", "(ticket - turn.ticket)",
         "test_strangers.py test_far_back"),
     "rest": Mutant(
-        "an RdmaOp rests before it is used again", "7_queue",
+        "an RdmaOp rests before it is used again", "14_strangers",
         "while (free_ops.size() < kSpareOps) {", "while (free_ops.empty()) {",
-        "test_strict.py test_receipt_fails and 7_queue"),
+        "test_strict.py test_receipt_fails and 14_strangers"),
     "second-report": Mutant(
-        "a second report about a RECV leaves the WRITE in its record alone", "6_write",
+        "a second report about a RECV leaves the WRITE in its record alone",
+        "14_strangers",
         "if ((entry.flags & FI_RECV) &&\n", "if (false &&\n",
-        "test_strict.py test_receipt_fails and 6_write"),
+        "test_strict.py test_receipt_fails and 14_strangers"),
     "printable": Mutant(
-        "no text turns the direction of a terminal", "4_hello",
+        "no text turns the direction of a terminal", "12_sleep",
         "c < ' ' || c > '~' ? '?' : c",
         "(c & 0x80) == 0 && (c < ' ' || c > '~') ? '?' : c",
-        "test_messages.py test_terrible_texts_of_clients and 4_hello"),
-    "silence": Mutant(
-        "silence ends a session", "5_reverse",
-        "if (Clock::now() - silent_since < limit) return;", "if (limit > 0s) return;",
-        "test_messages.py test_silent_clients and 5_reverse"),
-    "pause": Mutant(
-        "an idle server is quiet", "5_reverse",
-        "if (completions == 0) std::this_thread::sleep_for(kIdlePause);", "",
-        "test_failures.py test_idle"),
+        "test_messages.py test_terrible_texts_of_clients"),
     "address-size": Mutant(
         "a length in a message is checked", "14_strangers",
         "connect.addr_size > sizeof(connect.addr)", "false",
         "test_messages.py test_at_the_door and 14_strangers"),
-    "bad-recv": Mutant(
-        "a RECV that has failed is no message", "5_reverse",
-        "recv.Check();", "(void)recv;",
-        "test_messages.py test_at_the_door and 5_reverse"),
-    "keys": Mutant(
-        "no two regions have the same key", "6_write",
-        "attr.requested_key = domain.RandomKey();", "attr.requested_key = 7;",
-        "test_programs.py test_data and 6_write and default"),
-    "virtual-addresses": Mutant(
-        "the provider says how a place is named", "6_write",
-        "if (session.mailbox.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
-        "if (session.mailbox.domain.info == nullptr) {",
-        "test_programs.py test_data and 6_write and shm"),
-    "last-write-of-6": Mutant(
-        "the last WRITE waits for all others", "6_write",
-        "(last ? 1 : kMaxOutstandingWrites)", "kMaxOutstandingWrites",
-        "test_reorder.py test_late_writes and 6_write"),
-    "last-write-of-7": Mutant(
-        "the last WRITE waits for all others", "7_queue",
-        "(last ? 1 : max_outstanding)", "max_outstanding",
-        "test_reorder.py test_late_writes and 7_queue"),
     "early-bye": Mutant(
-        "a BYE may overtake a completion", "6_write",
+        "a BYE may overtake a completion", "14_strangers",
         "          HandleBye();\n", "",
-        "test_reorder.py test_late_completions and 6_write"),
-    "no-immediate-data": Mutant(
-        "a provider without immediate data is refused", "6_write",
-        "domain.info->domain_attr->cq_data_size >= sizeof(uint32_t)", "true",
-        "test_failures.py test_no_immediate_data and 6_write"),
-    "page-index": Mutant(
-        "an index in a message is checked", "6_write",
-        "if (idx >= msg.size / msg.page_size) {", "if (msg.page_size == 0) {",
-        "test_messages.py test_in_a_session and 6_write"),
+        "test_reorder.py test_late_completions and 14_strangers"),
     "no-nic": Mutant(
-        "a software provider has no NIC", "7_queue",
+        "a software provider has no NIC", "14_strangers",
         "if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;", "",
-        "test_programs.py test_data and 7_queue and default"),
-    "bytes-in-flight": Mutant(
-        "what is in flight is bounded in bytes", "7_queue",
-        "kMaxOutstandingBytes / page_size, 2)", "kMaxOutstandingWrites, 2)",
-        "test_programs.py test_slow_cable"),
-    "progress": Mutant(
-        "a client hears of a long transfer", "7_queue",
-        "    session.Send(AppMessageBase{AppMessageType::kProgress});\n", "",
-        "test_programs.py test_slow_cable"),
-    "failed-write": Mutant(
-        "a WRITE that has failed ends the session", "7_queue",
-        "op.Check();\n           ++finished_write_ops;",
-        "(void)op;\n           ++finished_write_ops;",
-        "test_messages.py test_memory_that_is_not_there and 7_queue"),
+        "test_programs.py test_data and 14_strangers and shm"),
     "batch": Mutant(
-        "a batch of completions is finished", "7_queue",
+        "a batch of completions is finished", "14_strangers",
         "if (!failure) failure = std::current_exception();", "throw;",
         "test_failures.py test_callback_that_throws"),
     "signal-handlers": Mutant(
-        "our signal handlers come before those of shm", "7_queue",
+        "our signal handlers come before those of shm", "14_strangers",
         "    if (!g_interrupted) InstallSignalHandlers();\n", "",
-        "test_messages.py test_client_interrupted_at_first_contact and 7_queue and shm"),
+        "test_messages.py test_client_interrupted_at_first_contact and 14_strangers"),
     "bye-after-an-error": Mutant(
-        "a client that fails says BYE", "7_queue",
+        "a client that fails says BYE", "14_strangers",
         "session.SayBye(kContactGrace);", "",
-        "test_failures.py test_client_signals_at_work and 7_queue"),
+        "test_failures.py test_client_signals_at_work and 14_strangers"),
     "memory-for-all": Mutant(
         "the memory of the server is bounded", "14_strangers",
         "if (size > memory_left) return;", "",
@@ -336,44 +603,31 @@ MUTANTS = {
         "if (slot.chunk != chunk || slot.save.valid()) return;",
         "if (slot.save.valid()) return;",
         "test_file.py test_credits"),
-    "queue": Mutant(
-        "no operation overtakes one that waits", "7_queue",
-        "pending_ops.push_back(op);", "pending_ops.push_front(op);",
-        "test_inside.py test_order"),
     "handlers-again": Mutant(
         "a second signal ends the process, also if an endpoint is opened before it",
-        "7_queue", "if (!g_interrupted) InstallSignalHandlers();",
+        "14_strangers", "if (!g_interrupted) InstallSignalHandlers();",
         "InstallSignalHandlers();",
-        "test_inside.py test_signal_before_an_endpoint"),
+        "test_inside.py test_signal_before_an_endpoint and strangers"),
     "page-at-a-time": Mutant(
-        "the other clients need not wait until all pages are made", "7_queue",
+        "the other clients need not wait until all pages are made", "14_strangers",
         "if (++made_pages < page_idx.size()) return;",
         "if (++made_pages < page_idx.size()) return ContinueMakePages();",
-        "test_inside.py test_server_of_a_queue and pages"),
+        "test_inside.py test_server_of_strangers and pages"),
     "progress-piles-up": Mutant(
-        "no PROGRESS follows one that is on its way", "7_queue",
+        "no PROGRESS follows one that is on its way", "14_strangers",
         "< kReportPeriod || session.mailbox.unsent > 0) return;",
         "< kReportPeriod) return;",
-        "test_inside.py test_server_of_a_queue and progress"),
+        "test_inside.py test_server_of_strangers and progress"),
     "buffers-first": Mutant(
-        "an endpoint is closed before the buffers that it uses", "7_queue",
+        "an endpoint is closed before the buffers that it uses", "14_strangers",
         "  Endpoint endpoint;\n", "  Endpoint endpoint;\n  struct Early {\n"
         "    std::list<Buffer>& bufs;\n    ~Early() { bufs.clear(); }\n"
         "  } early{bufs};\n",
-        "test_inside.py test_server_of_a_queue and close"),
+        "test_inside.py test_server_of_strangers and close"),
     "ledger-once": Mutant(
         "a ledger that is not the valid one any more is READ again", "10_lock",
         "if (turn.Word() == before.Word()) break;", "break;",
         "test_inside.py test_ledger_that_changes"),
-    "recv-again-of-5": Mutant(
-        "a RECV that has failed is posted again", "5_reverse",
-        "free_recv_bufs.push_back(recv.buf);",
-        "if (recv.error.empty()) free_recv_bufs.push_back(recv.buf);",
-        "test_messages.py test_at_the_door and 5_reverse"),
-    "recv-again-of-7": Mutant(
-        "a RECV that has failed is posted again", "7_queue",
-        "PostRecv(*recv.buf);", "if (recv.error.empty()) PostRecv(*recv.buf);",
-        "test_messages.py test_at_the_door and 7_queue"),
     "answers": Mutant(
         "no answers pile up", "8_malloc",
         "while (session.mailbox.unsent == 0) {", "while (true) {",
@@ -603,29 +857,15 @@ MUTANTS |= {
         "no entry is written behind the log", "10_lock",
         "if (ticket >= kLogSize) {", "if (ticket > kLogSize) {",
         "test_lock.py test_clients_find"),
-    "pending": Mutant(
-        "reading completions hands over what has to wait", "7_queue",
-        "  size_t PollCompletion() {\n    ProgressPendingOps();\n",
-        "  size_t PollCompletion() {\n",
-        "test_inside.py test_order"),
     "fair": Mutant(
-        "a server looks at the other clients after a few WRITEs", "7_queue",
+        "a server looks at the other clients after a few WRITEs", "14_strangers",
         "size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);",
         "size_t end = total_write_ops;",
-        "test_inside.py test_server_of_a_queue and pages"),
+        "test_inside.py test_server_of_strangers and pages"),
     "longest-page": Mutant(
-        "no WRITE is longer than the provider takes", "6_write",
+        "no WRITE is longer than the provider takes", "14_strangers",
         "msg.page_size > session.mailbox.domain.info->ep_attr->max_msg_size ||", "",
-        "test_strict.py test_long_pages and 6_write"),
-    "number": Mutant(
-        "a client waits for the number that it has chosen", "6_write",
-        "if (imm_data == request.imm_data) filled = true;", "filled = imm_data != 0;",
-        "test_messages.py test_interrupted_while_waiting and 6_write and default"),
-    "key-size": Mutant(
-        "a key is no larger than the provider's are", "6_write",
-        "return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;",
-        "return bits < 1 ? 0 : key;",
-        "test_reorder.py test_short_keys"),
+        "test_strict.py test_long_pages and 14_strangers"),
     "checksum-last": Mutant(
         "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
         "      file.Write(data, size, slot.chunk * chunk_size);\n"
@@ -643,10 +883,10 @@ MUTANTS |= {
         "if (ret != 0) mrs.erase(&domain);", "",
         "test_strict.py test_rail_fails and memory"),
     "too-long-a-message": Mutant(
-        "a message that did not fit is no message", "5_reverse",
+        "a message that did not fit is no message", "8_malloc",
         '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
         "",
-        "test_reorder.py test_truncated and 5_reverse"),
+        "test_reorder.py test_truncated and 8_malloc"),
     "random-nonce": Mutant(
         "nobody guesses a nonce", "14_strangers",
         "nonce = std::random_device()();",
@@ -688,7 +928,7 @@ MUTANTS |= {
         "  setrlimit(RLIMIT_NOFILE, &limit);\n", "",
         "test_attacks.py test_idle_connections"),
     "connections-soon": Mutant(
-        "connections without a word are accepted soon", "5_reverse",
+        "connections without a word are accepted soon", "14_strangers",
         '  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);\n', "",
         "test_attacks.py test_idle_connections"),
     "descriptors": Mutant(
@@ -727,28 +967,16 @@ MUTANTS |= {
         "",
         "test_attacks.py test_asking_at_once"),
     "no-contact-after-a-signal": Mutant(
-        "after a signal nobody is contacted for the first time", "5_reverse",
+        "after a signal nobody is contacted for the first time", "14_strangers",
         "    CheckInterrupted();\n"
         "    SendAddress(AppMessageType::kConnect);",
         "    SendAddress(AppMessageType::kConnect);",
-        "test_strict.py test_interrupted_before_first_contact and 5_reverse"),
-    "bye-before-the-end": Mutant(
-        "a BYE does not finish what has not been posted", "6_write",
-        "    if (posted_write_ops < total_write_ops ||\n"
-        "        finished_write_ops == total_write_ops) {",
-        "    if (finished_write_ops == total_write_ops) {",
-        "test_messages.py test_bye and 6_write"),
-    "gpu-shm": Mutant(
-        "over shm, a WRITE of GPU memory is complete when it has been copied", "6_write",
-        '    if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&\n'
-        "        (info->caps & FI_HMEM) == 0) {",
-        '    if (strcmp(info->fabric_attr->prov_name, "shm") == 0) {',
-        "test_strict.py test_shm and 6_write"),
+        "test_strict.py test_interrupted_before_first_contact and 14_strangers"),
     "two-in-flight": Mutant(
-        "of the largest pages, two are in flight", "7_queue",
+        "of the largest pages, two are in flight", "14_strangers",
         "std::max<size_t>(kMaxOutstandingBytes / page_size, 2)",
         "std::max<size_t>(kMaxOutstandingBytes / page_size, 1)",
-        "test_inside.py test_server_of_a_queue and large"),
+        "test_inside.py test_server_of_strangers and large"),
     "no-zero-byte": Mutant(
         "a text ends with its field, even without a zero byte", "8_malloc",
         "    reply.error[sizeof(reply.error) - 1] = 0;\n",
@@ -832,6 +1060,118 @@ MUTANTS |= {
 
 # What no network here would notice: see strict.cpp and cuda_stub.cpp.
 MUTANTS |= {
+    "strict-order": Mutant(
+        "messages to a peer have an order", "7_queue",
+        "  hints->tx_attr->msg_order = FI_ORDER_SAS;\n", "",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-last-write": Mutant(
+        "the last WRITE waits for all others", "7_queue",
+        "(last ? 1 : most)", "most",
+        "test_strict.py test_last_write and 7_queue"),
+    "strict-delivery": Mutant(
+        "a completion that says where the data is has been asked for", "7_queue",
+        "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
+        "test_strict.py test_last_write and 7_queue"),
+    "strict-last-message": Mutant(
+        "a message has arrived before its endpoint is closed", "5_reverse",
+        "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
+        "test_strict.py test_last_message"),
+    "strict-length": Mutant(
+        "a program says how long its messages are", "5_reverse",
+        "hints->ep_attr->max_msg_size = kMaxMessageSize;", "",
+        "test_strict.py test_short_messages and 5_reverse"),
+    "strict-page-length": Mutant(
+        "and its pages", "7_queue",
+        "hints->ep_attr->max_msg_size = kMaxPageSize;", "",
+        "test_strict.py test_short_messages and 7_queue"),
+    "strict-context": Mutant(
+        "an operation in flight has a context of its own", "7_queue",
+        "    *op = std::move(request);\n"
+        "    free_ops.pop_back();\n", "    *op = std::move(request);\n",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-context-of-4": Mutant(
+        "an operation in flight has a context of its own", "4_hello",
+        "    free_ops.pop_back();\n", "",
+        "test_strict.py test_rules and 4_hello"),
+    "strict-old-device": Mutant(
+        "a region that others WRITE can receive", "7_queue",
+        "FI_REMOTE_WRITE | FI_RECV, gpu);", "FI_REMOTE_WRITE, gpu);",
+        "test_strict.py test_harsh and 7_queue and not gpu"),
+    "strict-remote-right": Mutant(
+        "a region has the right that others need", "7_queue",
+        "FI_REMOTE_WRITE | FI_RECV, gpu);", "FI_REMOTE_READ | FI_RECV, gpu);",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-local-right": Mutant(
+        "a region has the right that we need", "7_queue",
+        "page_idx.size() * page_size, FI_WRITE,", "page_idx.size() * page_size, FI_SEND,",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-descriptor": Mutant(
+        "a local buffer comes with its descriptor", "7_queue",
+        "void* desc = fi_mr_desc(op->buf->mr);", "void* desc = nullptr;",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-address": Mutant(
+        "the provider says how a place is named", "7_queue",
+        "  if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
+        "  if (domain.info == nullptr) {",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-pages": Mutant(
+        "all pages of a region exist", "7_queue",
+        "  memset(data.get(), 0, rounded);\n", "",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-pages-of-5": Mutant(
+        "all pages of a region exist", "5_reverse",
+        "std::make_unique<char[]>(bytes)", "std::make_unique_for_overwrite<char[]>(bytes)",
+        "test_strict.py test_rules and 5_reverse and default"),
+    "strict-event-queue": Mutant(
+        "an event queue is bound to the endpoint", "7_queue",
+        '    FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");\n', "",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-mode": Mutant(
+        "a program says that its contexts are as large as any", "7_queue",
+        "FI_CONTEXT | FI_CONTEXT2;", "FI_CONTEXT;",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-local": Mutant(
+        "a program says that it registers what is its own", "7_queue",
+        "FI_MR_LOCAL | FI_MR_ALLOCATED", "FI_MR_ALLOCATED",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "gpu-shm": Mutant(
+        "over shm, a WRITE of GPU memory is complete when it has been copied", "6_write",
+        "if (shm && !gpu) info", "if (shm) info",
+        "test_strict.py test_shm and 6_write"),
+    "gpu-mode": Mutant(
+        "a program says that it registers memory of a GPU", "7_queue",
+        "    hints->domain_attr->mr_mode |= FI_MR_HMEM;\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-caps": Mutant(
+        "a program asks for memory of a GPU", "7_queue",
+        "    hints->caps |= FI_HMEM;  // into memory that isn't the host's\n", "",
+        "test_strict.py test_no_gpu and 7_queue"),
+    "gpu-interface": Mutant(
+        "a region of a GPU's memory says that it is one", "7_queue",
+        "    if (gpu) attr.iface = FI_HMEM_CUDA;\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-flush": Mutant(
+        "what an adapter has written is made visible to the GPU", "7_queue",
+        "  if (gpu) CudaFlushWrites();\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-copy": Mutant(
+        "a copy to the GPU has ended before it is sent on", "7_queue",
+        '  CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");\n'
+        '  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");',
+        '  CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");',
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-zeros": Mutant(
+        "memory of a GPU is zeroed", "7_queue",
+        '  CudaCheck(cudaMemset(data, 0, size), "cudaMemset");\n', "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-ordered": Mutant(
+        "a GPU that keeps the order by itself may have no flush", "7_queue",
+        "  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner) return;\n", "",
+        "test_strict.py test_ordered and 7_queue"),
+    "gpu-touched": Mutant(
+        "the processor does not touch memory of a GPU", "7_queue",
+        "    if (gpu) return CudaCopy(to, from, len);\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
     "strict-trywait": Mutant(
         "nobody sleeps without asking whether that is safe", "12_sleep",
         "int ret = fi_trywait(domain.fabric, cqs.data(), int(cqs.size()));",
@@ -846,10 +1186,6 @@ MUTANTS |= {
         "if (endpoint->refused || endpoint->wait_fd < 0) can",
         "if (endpoint->wait_fd < 0) can",
         "test_sleep.py test_woken_once"),
-    "strict-last-write": Mutant(
-        "the last WRITE waits for all others", "7_queue",
-        "(last ? 1 : max_outstanding)", "max_outstanding",
-        "test_strict.py test_last_write and 7_queue"),
     "strict-rail-notification": Mutant(
         "the last WRITE waits for those on all rails", "11_rails",
         "(write == last && finished_write_ops < last)",
@@ -867,111 +1203,14 @@ MUTANTS |= {
         "fi_mr_desc(op->buf->mrs.at(&domain));",
         "fi_mr_desc(op->buf->mrs.begin()->second);",
         "test_strict.py test_rules and 11_rails and not gpu"),
-    "strict-delivery": Mutant(
-        "a completion that says where the data is has been asked for", "7_queue",
-        "uint64_t write_flags = FI_DELIVERY_COMPLETE;", "uint64_t write_flags = 0;",
-        "test_strict.py test_last_write and 7_queue"),
-    "strict-last-message": Mutant(
-        "a message has arrived before its endpoint is closed", "5_reverse",
-        "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
-        "test_strict.py test_last_message"),
-    "strict-context": Mutant(
-        "an operation in flight has a context of its own", "7_queue",
-        "    free_ops.pop_front();\n    pending_ops", "    pending_ops",
-        "test_strict.py test_rules and 7_queue and not gpu"),
     "strict-receipt": Mutant(
-        "an error of an operation that is not in flight is nobody's", "5_reverse",
+        "an error of an operation that is not in flight is nobody's", "14_strangers",
         "    if (!op->in_flight) return;\n", "",
-        "test_strict.py test_receipt_fails and 5_reverse"),
-    "strict-old-device": Mutant(
-        "a region that others WRITE can receive", "7_queue",
-        "FI_REMOTE_WRITE | FI_RECV);", "FI_REMOTE_WRITE);",
-        "test_strict.py test_harsh and 7_queue and not gpu"),
-    "strict-remote-right": Mutant(
-        "a region has the right that others need", "7_queue",
-        "FI_REMOTE_WRITE | FI_RECV);", "FI_REMOTE_READ | FI_RECV);",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-local-right": Mutant(
-        "a region has the right that we need", "7_queue",
-        "MakeBuffer(source, session.mailbox.domain, size, FI_WRITE);",
-        "MakeBuffer(source, session.mailbox.domain, size, FI_SEND);",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-descriptor": Mutant(
-        "a local buffer comes with its descriptor", "7_queue",
-        "      msg.desc = &desc;\n", "",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-address": Mutant(
-        "the provider says how a place is named", "7_queue",
-        "if (session.mailbox.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
-        "if (session.mailbox.domain.info == nullptr) {",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-buffers-first": Mutant(
-        "the endpoint is closed before the buffers", "7_queue",
-        "  std::list<Buffer> bufs;               // of all RECVs and SENDs\n"
-        "  std::deque<RdmaOp> arrivals;          // completed RECVs\n"
-        "  std::vector<Buffer*> free_send_bufs;  // those without a message\n"
-        "  size_t unsent = 0;                    // messages whose SEND has not "
-        "completed\n"
-        "  Endpoint endpoint;\n",
-        "  std::deque<RdmaOp> arrivals;          // completed RECVs\n"
-        "  std::vector<Buffer*> free_send_bufs;  // those without a message\n"
-        "  size_t unsent = 0;                    // messages whose SEND has not "
-        "completed\n"
-        "  Endpoint endpoint;\n"
-        "  std::list<Buffer> bufs;               // of all RECVs and SENDs\n",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-region-first": Mutant(
-        "a region is closed before its memory is freed", "7_queue",
-        "  Memory data;\n  Owned<fid_mr> mr;\n",
-        "  Owned<fid_mr> mr;\n  Memory data;\n",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-buffer-in-flight": Mutant(
-        "the buffer of a SEND stays as it is", "7_queue",
-        "                   }});\n  }\n};\n\n// One end of a",
-        "                   }});\n    memset(buf->data.get(), 0, buf->size);\n  }\n"
-        "};\n\n// One end of a",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-pages": Mutant(
-        "all pages of a region exist", "7_queue",
-        "  memset(data.get(), 0, rounded);\n", "",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-event-queue": Mutant(
-        "an event queue is bound to the endpoint", "7_queue",
-        'FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");', "",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-mode": Mutant(
-        "a program says that its contexts are as large as any", "7_queue",
-        "FI_CONTEXT | FI_CONTEXT2;", "FI_CONTEXT;",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "strict-local": Mutant(
-        "a program says that it registers what is its own", "7_queue",
-        "FI_MR_LOCAL | FI_MR_ALLOCATED", "FI_MR_ALLOCATED",
-        "test_strict.py test_rules and 7_queue and not gpu"),
-    "gpu-mode": Mutant(
-        "a program says that it registers memory of a GPU", "7_queue",
-        "if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;", "",
-        "test_strict.py test_rules and 7_queue and gpu"),
-    "gpu-interface": Mutant(
-        "a region of a GPU's memory says that it is one", "7_queue",
-        "      attr.iface = FI_HMEM_CUDA;\n", "",
-        "test_strict.py test_rules and 7_queue and gpu"),
-    "gpu-flush": Mutant(
-        "what an adapter has written is made visible to the GPU", "7_queue",
-        "if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);", "",
-        "test_strict.py test_rules and 7_queue and gpu"),
-    "gpu-copy": Mutant(
-        "a copy to the GPU has ended before it is sent on", "7_queue",
-        'CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");\n'
-        '  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");',
-        'CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");',
-        "test_strict.py test_rules and 7_queue and gpu"),
-    "gpu-touched": Mutant(
-        "the processor does not touch memory of a GPU", "7_queue",
-        "    if (gpu >= 0) return CudaCopy(to, &data[offset], len);\n", "",
-        "test_strict.py test_rules and 7_queue and gpu"),
+        "test_strict.py test_receipt_fails and 14_strangers"),
 }
 # Helpers that contain the code of a program, by a word in the names of their tests.
-HELPERS = {("callback", "7_queue"): "callbacks", ("inside", "7_queue"): "inside_queue",
+HELPERS = {("callback", "14_strangers"): "callbacks", ("inside", "7_queue"): "inside_queue",
+           ("inside", "14_strangers"): "inside_strangers",
            ("inside", "10_lock"): "inside_lock"}
 
 

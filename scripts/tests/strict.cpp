@@ -11,6 +11,7 @@
 //   STRICT_TX=N           operations in flight, then there is no room (64)
 //   STRICT_DELAY_US=N     an operation starts up to so much later (2000)
 //   STRICT_CQ_DELAY_US=N  and is reported up to so much later (3000)
+//   STRICT_SEND_CQ_DELAY_US=N  so is a SEND (as CQ_DELAY)
 //   STRICT_PIECES=N       a READ or WRITE travels in up to so many pieces (4)
 //   STRICT_MAX_MSG=N      bytes of the longest SEND; efa has no limit, efa-direct
 //                         that of a packet, some 8 KiB
@@ -42,6 +43,8 @@
 //   hints      demands that a program must be able to meet: FI_MR_ALLOCATED,
 //              VIRT_ADDR, PROV_KEY, HMEM with FI_HMEM (efa_prov_info.c,
 //              efa_user_info.c); FI_MR_LOCAL and FI_CONTEXT2 (efa-direct)
+//   sas        who sends a peer several messages has asked for their order
+//              (FI_ORDER_SAS in fi_endpoint(3))
 //   thread     one thread uses a domain (FI_THREAD_DOMAIN in fi_domain(3))
 //   eq         without an event queue, an error that belongs to no operation
 //              aborts the process (efa_base_ep_write_eq_error in efa_base_ep.c)
@@ -159,6 +162,7 @@ const long g_eagain = Setting("STRICT_EAGAIN", 20);
 const auto g_tx = static_cast<size_t>(Setting("STRICT_TX", 64));
 const long g_delay = Setting("STRICT_DELAY_US", 2000);
 const long g_cq_delay = Setting("STRICT_CQ_DELAY_US", 3000);
+const long g_send_cq_delay = Setting("STRICT_SEND_CQ_DELAY_US", g_cq_delay);
 const auto g_pieces = static_cast<size_t>(Setting("STRICT_PIECES", 4));
 const auto g_max_msg = static_cast<size_t>(Setting("STRICT_MAX_MSG", -1));
 const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
@@ -504,9 +508,10 @@ struct Endpoint : fid_ep {
   Queue* cq = nullptr;
   AddressVector* av = nullptr;
   EventQueue* eq = nullptr;
-  bool keeps_order = false;  // of SENDs
-  uint64_t op_flags = 0;     // of SENDs that are posted without flags
-  size_t tx = 0;             // operations in flight that are no RECVs
+  bool keeps_order = false;     // of SENDs
+  std::set<fi_addr_t> greeted;  // those that have been sent something
+  uint64_t op_flags = 0;        // of SENDs that are posted without flags
+  size_t tx = 0;                // operations in flight that are no RECVs
   std::set<Op*> in_flight;
   std::vector<Piece*> held;         // that the provider gets in any order,
   std::deque<Piece*> ordered_held;  // and that it gets in this one
@@ -686,7 +691,8 @@ void Succeed(Op& op, size_t len) {
   if (op.ended) return;
   op.ended = true;
   Queue& cq = *op.ep->cq;
-  Clock::time_point due = Later(g_cq_delay);
+  Clock::time_point due =
+      Later(op.kind == kSend ? g_send_cq_delay : g_cq_delay);
   if (op.kind == kRecv && !g_recv_disorder) {
     due = cq.last_recv = std::max(due, cq.last_recv);
   }
@@ -901,6 +907,9 @@ ssize_t Message(Kind kind, struct fid_ep* fid, const struct fi_msg* msg,
   if (kind == kSend) {
     op->peer = FindPeer(ep, op->addr);
     if (op->peer == nullptr) return -FI_EINVAL;
+  }
+  if (kind == kSend && !ep.greeted.insert(op->addr).second && !ep.keeps_order) {
+    Violation("sas", "a second SEND to a peer");
   }
   if (kind == kSend && op->size > g_max_msg) {
     Violation("size", "a SEND of " + std::to_string(op->size) + " bytes");

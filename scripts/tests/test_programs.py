@@ -180,6 +180,29 @@ def test_four_clients(serve, program, provider):
     server.stop()
 
 
+def pauses(process):
+    """How often it has waited for something so far, and left its core meanwhile."""
+    with open(f"/proc/{process.popen.pid}/status") as status:
+        return int(re.search(r"\nvoluntary_ctxt_switches:\s+(\d+)", status.read())[1])
+
+
+@pytest.mark.builds("plain")
+@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+def test_busy(serve, provider):
+    """As long as pages are written, neither side sleeps."""
+    server = serve("7_queue", provider)
+    client = server.start_client("65536", "1000", "1000000")
+    server.process.wait_for("WRITE: ")
+    both = client, server.process
+    before = [pauses(process) for process in both]
+    time.sleep(1)
+    assert [pauses(process) - earlier < 50 for process, earlier in zip(both, before)] == [
+        True, True]
+    client.signal(signal.SIGINT)
+    client.wait()
+    server.stop()
+
+
 # ---- Much at a time ----
 
 CROWDED = [provider for provider in PROVIDERS if provider in ("", "shm", "net")]

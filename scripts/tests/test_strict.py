@@ -196,6 +196,13 @@ def test_removed(strict, removed):
     assert not server.errors()
 
 
+@pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
+def test_late_sends(strict, program):
+    """A message has its answer before its SEND has completed. The next one waits for that,
+    or has another buffer."""
+    check_transfer(strict(program, "shm", STRICT_SEND_CQ_DELAY_US="1000000"))
+
+
 def test_last_message(strict):
     """A BYE starts late. Its client must not be gone before it has arrived."""
     check_transfer(strict("5_reverse", "shm"), STRICT_DELAY_US="300000")

@@ -299,7 +299,7 @@ def credits_in(run, op):
 
 def words(run, op):
     """What a message says: its name, or its text."""
-    if run.names and len(op.text) >= 8:
+    if run.names and len(op.text) >= 4:
         name = run.names.get(struct.unpack_from("<I", op.text)[0], "?")
         return " ".join([name, *map(str, credits_in(run, op)[:5])])
     count = op.length if op.what == RECV else op.size
@@ -462,7 +462,7 @@ RULES = {
     "told": ("The owner knows that a WRITE is there by what was posted after its completion", "6"),
     "lent": ("Memory that you have lent is not yours until you have been told", "6"),
     "credit": ("A slot is lent again only when what was in it has been saved", "9"),
-    "writers": ("Two WRITEs to one place need an order: a completion, and word of it", "8"),
+    "writers": ("Two WRITEs in flight to one place may overtake each other", "7"),
     "words": ("A word that atomic operations change is changed by nothing else", "10"),
     "region": ("A region, and its memory, outlive all that is in flight to or from them", "4"),
     "captured": ("What an operation's callback captures is in flight as well", "4"),

@@ -83,7 +83,7 @@ def run(options, folder, scratch):
     arguments, server_arguments = options.arguments, options.s
     # As much as a picture can show.
     small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"],
-             "13_": ["3", "20"]}
+             "13_": ["3", "20"], "14_": ["4096", "500", "1"]}
     if not arguments:
         arguments = next((some for start, some in small.items()
                           if name.replace(".", "_").startswith(start)), [])

@@ -7,10 +7,10 @@ set -euo pipefail
 
 program=$1
 shift
-# 7_queue moves 33 GB by default, which is more than a demonstration needs.
-if [ $# -eq 0 ] && [ "$(basename "$program")" = 7_queue ]; then
-  set -- 65536 1000 50
-fi
+# These move 33 GB by default, which is more than a demonstration needs.
+case $#:$(basename "$program") in
+  0:7_queue | 0:14_strangers) set -- 65536 1000 50 ;;
+esac
 
 dir=$(mktemp -d)
 cleanup() {

@@ -34,6 +34,10 @@ has_libfabric() {
     pkg-config --exists libfabric
 }
 
+has_fi_info() {
+  command -v "${LIBFABRIC_HOME:-/opt/amazon/efa}/bin/fi_info" || command -v fi_info
+}
+
 has_xxhash() {
   echo '#include <xxhash.h>' | "${CXX:-g++}" -E -x c++ -
 }
@@ -51,6 +55,8 @@ for group in "$@"; do
       need python3 python3 command -v python3
       need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
         has_libfabric
+      # Lists what libfabric finds.
+      need libfabric-bin libfabric has_fi_info
       # A header for the checksums of 9_file.
       need libxxhash-dev xxhash-devel has_xxhash
       ;;
@@ -65,7 +71,6 @@ for group in "$@"; do
       need "python3-pytest python3-pytest-xdist" \
         "python3-pytest python3-pytest-xdist" python_with pytest xdist
       need iproute2 iproute command -v ip
-      need libfabric-bin libfabric command -v fi_info
       need iperf3 iperf3 command -v iperf3
       need socat socat command -v socat
       ;;

@@ -78,9 +78,9 @@ struct Owned {
 // is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-// Called for such a signal. A second one ends the process at once.
+// Called for such a signal. A second one, but for SIGPIPE, ends the process.
 void HandleSignal(int signum) {
-  if (g_interrupted.exchange(true)) _exit(128 + signum);
+  if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
 }
 
 // ---- Addresses ----

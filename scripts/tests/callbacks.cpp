@@ -7,7 +7,7 @@
 
 // Everything but its main().
 #define main QueueMain
-#include "../../src/7_queue.cpp"
+#include "../../src/14_strangers.cpp"
 #undef main
 
 int main() {

@@ -22,7 +22,7 @@ sys.path += [TESTS, *(f"{TESTS}/../{folder}" for folder in ("bench", "book", "mo
 # So that a failed assertion in these says what it has compared, too.
 pytest.register_assert_rewrite("harness", "fakes", "repository")
 
-from harness import (BUILD, OVER_VERBS, ROOT, Process, Server,  # noqa: E402
+from harness import (BUILD, FI_INFO, OVER_VERBS, Process, Server,  # noqa: E402
                      owned_shm_files, provider_in, remove_stale_shm_files)
 from links import Network  # noqa: E402
 from repository import ALL  # noqa: E402
@@ -248,12 +248,10 @@ def hosts():
             ip("-n", name, "link", "set", "cable0", "up")
         for name in names:
             # It takes a moment until the cable carries anything.
-            list_here = ["ip", "netns", "exec", name,
-                         os.path.join(ROOT, BUILD, "4_hello"), "--list"]
             end = time.monotonic() + 10
             while "cable0" not in (found := subprocess.run(
-                    list_here, check=False, text=True, stdout=subprocess.PIPE,
-                    stderr=subprocess.STDOUT).stdout):
+                    ["ip", "netns", "exec", name, *FI_INFO], check=False, text=True,
+                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout):
                 assert time.monotonic() < end, found
         yield names
     finally:

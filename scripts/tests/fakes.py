@@ -3,6 +3,7 @@
 import contextlib
 import random
 import re
+import signal
 import struct
 import threading
 import time
@@ -10,8 +11,19 @@ import time
 from harness import BUILD, provider_in
 from messages import (ACCEPT, BYE, CONNECT, CREDIT, FILE_ALIVE, FREE, MALLOC,
                       READY, REFUSED, REPLY, WAIT, address_message, base, crowd_base,
-                      crowd_connect, crowd_request, put, read_address, read_crowd,
-                      read_reply, request, type_and_nonce, with_nonce)
+                      crowd_connect, crowd_request, plain, put, read_address, read_crowd,
+                      read_reply, request, type_and_nonce, type_of, with_nonce)
+from table import TABLE
+
+
+def chosen_provider(run, build, program, provider=""):
+    """Which one a program takes, as a client of nobody says. For atomics, that is another
+    one than tcp from libfabric 1.18 on."""
+    client = run([f"{build}/{program}", "00", *TABLE[program].least], provider)
+    chosen = client.wait_for(r"^domain: .*, provider: ([^,\n]+)")[1]
+    client.signal(signal.SIGKILL)
+    client.wait()
+    return chosen
 
 
 def new_nonce():
@@ -28,8 +40,7 @@ class FakeClient:
         self.session = None  # the address of the endpoint that serves this client
         self.process = run([f"{BUILD}/sender", server.address],
                            provider_in(server.process.output), stdin=-1)
-        # Without sessions, a message is a text, and begins with no type and nonce.
-        self.nonce = new_nonce() if server.entry.bad_sessions else None
+        self.nonce = new_nonce() if server.entry.guarded else None
         self.address = bytes.fromhex(
             self.process.wait_for(r"address ([0-9a-f]+)\n").group(1))
 
@@ -39,7 +50,7 @@ class FakeClient:
         return self.process.wait_for("^" + answer, 30, after=already)
 
     def send(self, message, answer="sent", as_it_is=False):
-        """Sends a message with the nonce of this session, or as it is."""
+        """Sends a message with the nonce of this session, if it has one, or as it is."""
         self.command(self.send_line(message, as_it_is), answer)
 
     def send_line(self, message, as_it_is=False):
@@ -83,31 +94,57 @@ class FakeClient:
         is left of earlier ones."""
         while True:
             message = self.receive_any()
+            if self.nonce is None:
+                return message
             if type_and_nonce(message)[1] == self.nonce:
                 return with_nonce(message, 0)
 
+    def renew(self):
+        """Begins another conversation."""
+        if self.nonce is not None:
+            self.nonce = new_nonce()
+
+    def message_with(self, type_, address, addr_size=None):
+        """A CONNECT or an ACCEPT."""
+        if self.nonce is None:
+            return plain(type_) + address
+        return address_message(type_, address, addr_size, nonce=self.nonce)
+
     def connect(self, address=None, addr_size=None):
         """A CONNECT, by default with our own address."""
-        return address_message(CONNECT, self.address if address is None else address,
-                               addr_size, nonce=self.nonce)
+        return self.message_with(CONNECT, self.address if address is None else address,
+                                 addr_size)
 
     def open_session(self):
         """Sends a CONNECT, and whatever comes next to the address of the
         ACCEPT."""
         already = len(self.server.process.lines)
-        self.nonce = new_nonce()
+        self.renew()
         self.peer(self.server.address)
         self.send(self.connect())
-        # Where all places are taken, it is told to wait, and asks again.
-        while (accept := self.receive())[:8] != base(ACCEPT):
-            assert type_and_nonce(accept)[0] == WAIT
+        # Where all places are taken, it may be told to wait, and asks again.
+        while type_of(accept := self.receive()) != ACCEPT:
+            assert type_of(accept) == WAIT
             time.sleep(1)
             self.send(self.connect())
         self.number = self.server.process.wait_for(
             r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + r"( on \S+)?$",
             after=already)[1]
-        self.session = read_address(accept)[1]
+        self.session = accept[4:].hex() if self.nonce is None else read_address(accept)[1]
         self.peer(self.session)
+
+    def memory(self):
+        """Registers memory that the server may write to: 1 MiB. Returns its address and
+        its key."""
+        return map(int, self.command("memory", r"memory (\d+) (\d+)").groups())
+
+    def work(self):
+        """A message that gives the server something to do, which succeeds."""
+        entry = self.server.entry
+        if not entry.fill:
+            return entry.work
+        addr, key = self.memory()
+        return entry.fill(1 << 20, indices=[0] * 20, addr=addr, rkey=key)
 
     def expect(self, line, timeout=30):
         """Waits for what the server prints about this client."""
@@ -119,10 +156,8 @@ class FakeServer(FakeClient):
     whatever bytes a test makes up."""
 
     def __init__(self, run, build, program, *args, provider="", accepts=True):
-        # For atomics, a program takes another provider than tcp from libfabric 1.18 on.
-        choices = run([f"{build}/{program}", "--list"], provider)
-        assert choices.wait() == 0
-        provider = provider_in(choices.output)
+        self.program = program
+        provider = chosen_provider(run, build, program, provider)
         self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
         self.client = run([f"{build}/{program}", self.address, *args], provider)
@@ -133,18 +168,18 @@ class FakeServer(FakeClient):
     def meet(self):
         """Takes the CONNECT."""
         connect = self.receive_any()
-        assert type_and_nonce(connect)[0] == CONNECT
-        self.nonce, self.client_address = read_address(connect)
+        assert type_of(connect) == CONNECT
+        self.nonce, self.client_address = read_address(connect) \
+            if TABLE[self.program].guarded else (None, connect[4:].hex())
         self.peer(self.client_address)
 
     def accept(self, address=None, addr_size=None):
-        return address_message(
-            ACCEPT, bytes.fromhex(self.address) if address is None else address,
-            addr_size, nonce=self.nonce)
+        return self.message_with(
+            ACCEPT, bytes.fromhex(self.address) if address is None else address, addr_size)
 
     def receive_other_than(self, type_):
         """Returns the next message that is of another type."""
-        while type_and_nonce(message := self.receive())[0] == type_:
+        while type_of(message := self.receive()) == type_:
             pass
         return message
 
@@ -285,10 +320,7 @@ class CrowdHost(CrowdGuest):
     of the client."""
 
     def __init__(self, run, build, *args, provider=""):
-        if not provider:
-            choices = run([f"{build}/13_crowd", "--list"])
-            assert choices.wait() == 0
-            provider = provider_in(choices.output)
+        provider = provider or chosen_provider(run, build, "13_crowd")
         self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
         self.client = run([f"{build}/13_crowd", self.address, *args], provider)

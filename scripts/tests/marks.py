@@ -3,6 +3,7 @@
 import pytest
 
 from harness import OVER_VERBS, PROVIDERS
+from table import EXAMPLES
 
 # For tests that kill a client. The net provider came with libfabric 1.16 and went
 # with 1.18.
@@ -14,12 +15,12 @@ sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
     ids=["default", "shm"])
 
 
-def over(programs):
+def over(programs, *more):
     """For tests of what all programs share, letter for letter: each of them over
-    libfabric's first choice, and three that differ most over shm as well."""
+    libfabric's first choice, and those that differ most over shm as well."""
     pairs = [(program, "") for program in programs]
-    pairs += [(program, "shm") for program in ("5_reverse", "7_queue", "13_crowd")
-              if program in programs]
+    pairs += [(program, "shm") for program in EXAMPLES[1:] if program in programs]
+    pairs += more
     return pytest.mark.parametrize("program,provider", pairs, ids=[
         f"{program}-{provider or 'default'}" for program, provider in pairs])
 

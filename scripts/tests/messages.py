@@ -6,8 +6,8 @@ import typing
 LONGEST = 65536  # bytes of a message
 
 CONNECT, ACCEPT, BYE, WAIT, REFUSED = range(1, 6)
-TEXT = 6  # of 5_reverse
-RANDOM_FILL, PROGRESS = 6, 7  # of 6_write and 7_queue
+TEXT = 6  # of 5_reverse and 12_sleep
+RANDOM_FILL, PROGRESS = 6, 7  # of 6_write, 7_queue, 11_rails and 14_strangers
 MALLOC, FREE, USAGE, REPLY, ALIVE = range(6, 11)  # of 8_malloc
 PUT, READY, CHUNK, CREDIT, END, SAVED, FILE_ALIVE = range(6, 13)  # of 9_file
 JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
@@ -15,10 +15,19 @@ JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
 CROWD_REFUSED, GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(4, 11)
 
 
+def plain(type_):
+    """The beginning of each message of 5_reverse, 6_write and 7_queue."""
+    return struct.pack("<I", type_)
+
+
 def base(type_, nonce=0):
-    """The beginning of each message. What sends it in a session puts in the nonce of
-    the session, as the programs do: see FakeClient.send."""
+    """The beginning of each message of a program that guards itself. What sends it in a
+    session puts in the nonce of the session, as the programs do: see FakeClient.send."""
     return struct.pack("<2I", type_, nonce)
+
+
+def type_of(message):
+    return struct.unpack_from("<I", message)[0]
 
 
 def type_and_nonce(message):
@@ -44,13 +53,12 @@ def read_address(message):
     return nonce, message[12:12 + size].hex()
 
 
-def fill(page_size=4096, indices=(0, 1), num_pages=None, context=7, repeat=None, addr=0,
-         size=1 << 20, rkey=1):
+def fill(page_size=4096, indices=(0, 1), imm_data=7, addr=0, size=1 << 20, rkey=1,
+         repeat=None):
     """A RANDOM_FILL of 6_write, by default for memory that is not there; with a
     number of repeats, one of 7_queue."""
-    return base(RANDOM_FILL) + struct.pack(
-        "<2I5Q", context, len(indices) if num_pages is None else num_pages, addr, size,
-        rkey, 42, page_size) + (
+    return plain(RANDOM_FILL) + struct.pack(
+        "<4Q2I", addr, size, rkey, 42, page_size, imm_data) + (
             b"" if repeat is None else struct.pack("<Q", repeat)
     ) + struct.pack(f"<{len(indices)}I", *indices)
 
@@ -58,6 +66,27 @@ def fill(page_size=4096, indices=(0, 1), num_pages=None, context=7, repeat=None,
 def fill_repeatedly(*args, repeat=1, **kwargs):
     """A RANDOM_FILL of 7_queue."""
     return fill(*args, repeat=repeat, **kwargs)
+
+
+def read_fill(message):
+    """Returns the address, the key and the number in a RANDOM_FILL of 6_write or
+    7_queue."""
+    addr, _, key, _, _, imm_data = struct.unpack_from("<4Q2I", message, len(plain(0)))
+    return addr, key, imm_data
+
+
+def guarded_fill(page_size=4096, indices=(0, 1), num_pages=None, imm_data=7, repeat=1,
+                 addr=0, size=1 << 20, rkey=1):
+    """A RANDOM_FILL of 14_strangers and 11_rails."""
+    return base(RANDOM_FILL) + struct.pack(
+        "<2I6Q", imm_data, len(indices) if num_pages is None else num_pages, addr, size,
+        rkey, 42, page_size, repeat) + struct.pack(f"<{len(indices)}I", *indices)
+
+
+def read_guarded_fill(message):
+    """The same as read_fill."""
+    imm_data, _, addr, _, key = struct.unpack_from("<2I3Q", message, len(base(0)))
+    return addr, key, imm_data
 
 
 def request(type_, size=0, addr=0):

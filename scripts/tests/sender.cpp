@@ -14,6 +14,8 @@
 //   read ADDR KEY [SECONDS]
 //              READs 8 bytes of the peer's memory; prints "read", or
 //              "failed: ..."
+//   memory     registers 1 MiB that the peer may write to; prints
+//              "memory ADDR KEY"
 //   overwrite ADDR KEY [SECONDS]
 //              WRITEs 8 bytes to it, without a number; prints "written" only if
 //              they have arrived there, otherwise "failed: ..."
@@ -24,6 +26,7 @@
 // for more than 20 s, or SECONDS: nobody may answer a READ or WRITE. At the end
 // of its input it ends without closing anything.
 
+#include <inttypes.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -92,6 +95,8 @@ struct Sender {
   struct fid_ep* ep = nullptr;
   struct fid_cq* cq = nullptr;
   struct fid_av* av = nullptr;
+  struct fid_domain* domain = nullptr;
+  bool virt_addr = false;  // remote addresses are not offsets
   fi_addr_t peer = 0;
   std::deque<Operation> ops;  // all that there ever were
   Operation* recv = nullptr;
@@ -111,6 +116,18 @@ struct Sender {
     } else if (ret != -FI_EAGAIN) {
       Check(ret, "fi_cq_read");
     }
+  }
+
+  void Register() {
+    static uint64_t key = 0;
+    struct fid_mr* mr;
+    Operation& op = ops.emplace_back();
+    op.bytes.resize(1 << 20);
+    Check(fi_mr_reg(domain, op.bytes.data(), op.bytes.size(),
+                    FI_REMOTE_WRITE | FI_RECV, 0, ++key, 0, &mr, nullptr),
+          "fi_mr_reg");
+    uint64_t addr = virt_addr ? reinterpret_cast<uint64_t>(op.bytes.data()) : 0;
+    printf("memory %" PRIu64 " %" PRIu64 "\n", addr, fi_mr_key(mr));
   }
 
   void SetPeer(const std::string& hex) {
@@ -233,13 +250,14 @@ int main(int argc, char** argv) {
   Check(fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints, &info),
         "fi_getinfo");
   struct fid_fabric* fabric;
-  struct fid_domain* domain;
   Sender sender;
   struct fi_av_attr av_attr = {};
   struct fi_cq_attr cq_attr = {};
   cq_attr.format = FI_CQ_FORMAT_DATA;
   Check(fi_fabric(info->fabric_attr, &fabric, nullptr), "fi_fabric");
-  Check(fi_domain(fabric, info, &domain, nullptr), "fi_domain");
+  Check(fi_domain(fabric, info, &sender.domain, nullptr), "fi_domain");
+  sender.virt_addr = info->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
+  struct fid_domain* domain = sender.domain;
   Check(fi_av_open(domain, &av_attr, &sender.av, nullptr), "fi_av_open");
   Check(fi_cq_open(domain, &cq_attr, &sender.cq, nullptr), "fi_cq_open");
   Check(fi_endpoint(domain, info, &sender.ep, nullptr), "fi_endpoint");
@@ -282,6 +300,7 @@ int main(int argc, char** argv) {
       sender.Stream(std::stoul(argument), std::chrono::microseconds(pause),
                     hex);
     }
+    if (command == "memory") sender.Register();
     if (command == "peer") sender.SetPeer(argument);
     if (command == "send") sender.Send(argument);
     if (command == "wait") sender.Wait();

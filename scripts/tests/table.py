@@ -3,15 +3,15 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
+from messages import (ACCEPT, BYE, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
                       FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED,
                       STORE, TABLE_REPLY, TEXT, USAGE, alive, append, base, crowd_base,
-                      crowd_request, end, fill, fill_repeatedly, numbers, put, report,
-                      request)
+                      crowd_request, end, fill, fill_repeatedly, guarded_fill, numbers,
+                      plain, put, report, request)
 
 # Where something is left out, what many programs share, letter for letter, is tried with
 # these.
-EXAMPLES = "4_hello", "5_reverse", "7_queue", "13_crowd"
+EXAMPLES = "4_hello", "5_reverse", "7_queue", "13_crowd", "14_strangers"
 
 
 class Entry(typing.NamedTuple):
@@ -38,6 +38,9 @@ class Entry(typing.NamedTuple):
     # What other clients do, that come and go while something happens to one. It takes
     # a moment, so that they are at it.
     others: list = []
+    # It guards itself against strangers and crowds: its messages have a nonce, a client
+    # that has to wait is told so, and one that is interrupted says BYE.
+    guarded: bool = False
     # Its server takes a directory, and its clients a file. The tests give the size of
     # a file instead of its name: see Server.start_client.
     files: bool = False
@@ -69,7 +72,7 @@ class Entry(typing.NamedTuple):
     # What is wrong, and the messages of a session that end it; those that are wrong in
     # any program are BAD_ANYWHERE. Without sessions, any message is a text.
     bad_sessions: dict = {}
-    # A message that gives its server something to do.
+    # A message that gives its server something to do; where it has `fill`, that does.
     work: bytes = b""
     # What its server says when a client leaves before it has got what it wanted.
     left: str = "Done"
@@ -85,6 +88,10 @@ class Entry(typing.NamedTuple):
     # sides of the application of 4_hello, which is short, and 13_crowd has nothing of the
     # sessions of 12.
     most_removed: int = 12
+
+    def base(self, type_):
+        """The beginning of a message."""
+        return base(type_) if self.guarded else plain(type_)
 
 
 # ---- Wrong arguments ----
@@ -103,6 +110,25 @@ WRONG_TEXTS = {
     "empty text": [ADDRESS, ""],
     "text too long": [ADDRESS, "x" * 65537],
     "too many": [ADDRESS, "a", "b"],
+}
+# Of 6_write and 7_queue.
+WRONG_PAGES = {
+    "zero": [ADDRESS, "0", "8"],
+    "zero pages": [ADDRESS, "4096", "0"],
+    "negative": [ADDRESS, "-8", "8"],
+    "no number": [ADDRESS, "4k", "8"],
+    "empty size": [ADDRESS, "", "8"],
+    "fraction": [ADDRESS, "4096", "1.5"],
+    "space": [ADDRESS, " 4096", "1"],
+    "size only": [ADDRESS, "4096"],
+    "enormous": [ADDRESS, "99999999999999999999999", "1"],
+    "overflow": [ADDRESS, str(2**63), "2"],
+    "overflow pages": [ADDRESS, "8", str(2**63)],
+    "too much": [ADDRESS, str(1 << 20), "65"],
+    "too many pages": [ADDRESS, "1", "16001"],
+    "page too large": [ADDRESS, str((1 << 20) + 1), "1"],
+    "--gpu at the end": [ADDRESS, "--gpu"],
+    "too many": [ADDRESS, "8", "8", "8", "8"],
 }
 WRONG_SIZES = {
     "zero": [ADDRESS, "0", "8"],
@@ -194,46 +220,55 @@ BAD_ANYWHERE = {
     "CONNECT": [base(CONNECT) + bytes(260)],
     "ACCEPT": [base(ACCEPT) + bytes(260)],
 }
-BAD_TEXTS = {
-    "empty text": [base(TEXT)],
-    "second text": [base(TEXT) + b"text", base(TEXT) + b"text"],
+# In a session of 5_reverse, 6_write or 7_queue. BYE cut short has no type.
+BAD_PLAIN = {
+    "empty": [b""],
+    "cut short": [plain(BYE)[:-1]],
+    "type": [plain(99)],
+    "type 0": [plain(0)],
+    "CONNECT": [plain(CONNECT) + bytes(256)],
+    "ACCEPT": [plain(ACCEPT) + bytes(256)],
 }
 
 
-def bad_fills(fill, most):
+def bad_fills(fill, largest, most):
     """Those of a program with this request, whose server fills at most that many
-    pages of 16 MiB."""
+    of its largest pages."""
     good = fill()
     return {
         "short": [good[:20]],
         "no indices": [good[:-8]],
-        "indices cut short": [good[:-1]],
-        "too many indices": [good + base(0)],
-        "PROGRESS": [base(PROGRESS)],
         "no pages": [fill(indices=())],
-        "num_pages": [fill(num_pages=3)],
-        "num_pages overflows": [fill(num_pages=2**30 + 2)],
-        "num_pages huge": [fill(num_pages=2**32 - 1)],
         "page_size 0": [fill(page_size=0)],
-        "page_size odd": [fill(page_size=4095)],
-        "page_size huge": [fill(page_size=HUGE - 7)],
-        "page_size too large": [fill(page_size=(16 << 20) + 8)],
-        "product overflows": [fill(page_size=2**63)],
-        "too much": [fill(page_size=16 << 20, size=1 << 40, indices=[0] * (most + 1))],
+        "page_size too large": [fill(page_size=largest + 8, size=1 << 40)],
+        "page_size huge": [fill(page_size=2**32 - 8, size=HUGE)],
+        "too much": [fill(page_size=largest, size=1 << 40, indices=[0] * (most + 1))],
         "index": [fill(indices=(0, 256))],
         "index huge": [fill(indices=(2**32 - 1, 0))],
-        "no context": [fill(context=0)],
+        "number 0": [fill(imm_data=0)],
         "memory too small": [fill(size=8191)],
         "no memory": [fill(size=0)],
-        "page larger than memory": [fill(page_size=2 << 20, indices=[0])],
+        "page larger than memory": [fill(size=4095, indices=[0])],
         "longest": [fill(page_size=8, indices=[2**30] * (
             (LONGEST - len(good) + 8) // 4))],
     }
 
 
-BAD_REPEATS = {
-    "no repeat": [fill_repeatedly(repeat=0)],
-    "repeat huge": [fill_repeatedly(repeat=HUGE)],
+def bad_repeats(fill):
+    return {f"repeat {repeat}": [fill(repeat=repeat)] for repeat in (0, 10**9 + 1, HUGE)}
+
+
+BAD_GUARDED_FILLS = {
+    **bad_fills(guarded_fill, 16 << 20, 32), **bad_repeats(guarded_fill),
+    "indices cut short": [guarded_fill()[:-1]],
+    "too many indices": [guarded_fill() + base(0)],
+    "PROGRESS": [base(PROGRESS)],
+    "num_pages": [guarded_fill(num_pages=3)],
+    "num_pages overflows": [guarded_fill(num_pages=2**30 + 2)],
+    "num_pages huge": [guarded_fill(num_pages=2**32 - 1)],
+    "page_size odd": [guarded_fill(page_size=4095)],
+    "page_size 8 bytes long": [guarded_fill(page_size=HUGE - 7)],
+    "product overflows": [guarded_fill(page_size=2**63)],
 }
 BAD_REQUESTS = {
     "type of a request": [request(99)],
@@ -309,28 +344,28 @@ TABLE = {
         sizes=[["x"], ["0123456789" * 6000]],
         others=["0123456789" * 6000],
         every_provider=True,
-        longest_text=65528,
-        bad_sessions=BAD_TEXTS,
-        work=base(TEXT) + b"x" * 60000,
+        longest_text=65532,
+        bad_sessions={**BAD_PLAIN, "after a good one": [plain(TEXT) + b"text", plain(7)]},
+        work=plain(TEXT) + b"x" * 60000,
         most_removed=17),
     "6_write": Entry(
         success="Data is correct.",
         long=["1048576", "64"],
-        wrong={**WRONG_SIZES, "repeat": [ADDRESS, "8", "8", "8"]},
-        sizes=[["8", "1"], ["64", "1000"], ["1048576", "32"]],
+        wrong={**WRONG_PAGES, "repeat": [ADDRESS, "8", "8", "8"]},
+        sizes=[["1", "1"], ["64", "1000"], ["1048576", "32"]],
         short=["4096", "10"],
         others=["65536", "100"],
         long_begun="^.*RandomFill.*=1048576",
         imm_data=True,
         once=["65536", "20"],
-        bad_sessions=bad_fills(fill, 4),
-        work=fill(1 << 20, indices=[0] * 20),
+        bad_sessions={**BAD_PLAIN, **bad_fills(fill, 1 << 20, 64),
+                      "PROGRESS": [plain(PROGRESS)]},
         fill=fill),
     "7_queue": Entry(
         success="Data is correct.",
-        long=["1048576", "200", "100000"],
-        wrong={**WRONG_SIZES, **WRONG_REPEATS},
-        sizes=[["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
+        long=["1048576", "30", "1000000"],
+        wrong={**WRONG_PAGES, **WRONG_REPEATS},
+        sizes=[["1", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
         quick=["65536", "100", "3"],
         short=["4096", "10", "1"],
         others=["65536", "100", "3"],
@@ -338,11 +373,12 @@ TABLE = {
         imm_data=True,
         every_provider=True,
         once=["65536", "100", "1"],
-        bad_sessions={**bad_fills(fill_repeatedly, 32), **BAD_REPEATS},
-        work=fill_repeatedly(1 << 20, indices=[0] * 20),
+        bad_sessions={**BAD_PLAIN, **bad_fills(fill_repeatedly, 1 << 20, 64),
+                      **bad_repeats(fill_repeatedly), "PROGRESS": [plain(PROGRESS)]},
         fill=fill_repeatedly),
     "8_malloc": Entry(
         success="Data is correct.",
+        guarded=True,
         long=["100"],
         wrong=WRONG_COUNTS,
         sizes=[["1"], ["200"]],
@@ -356,6 +392,7 @@ TABLE = {
         most_added=45),
     "9_file": Entry(
         success="The server has saved the file.",
+        guarded=True,
         long=["1000000000", "1"],
         wrong=WRONG_FILES,
         sizes=[["0"], ["1"], ["1048577", "1"], ["30000000", "8"]],
@@ -372,6 +409,7 @@ TABLE = {
         most_added=45),
     "10_lock": Entry(
         success="Data is correct.",
+        guarded=True,
         long=["10000"],
         wrong=WRONG_COUNTS,
         sizes=[["1"], ["300"]],
@@ -386,6 +424,7 @@ TABLE = {
         most_added=100),
     "12_sleep": Entry(
         success="Of 1000 answers, half took up to ",
+        guarded=True,
         long=["x" * 60000],
         wrong=WRONG_TEXTS,
         sizes=[["x"], ["0123456789" * 600]],
@@ -396,6 +435,7 @@ TABLE = {
         work=base(TEXT) + b"x" * 60000),
     "13_crowd": Entry(
         success=" replies, all correct, ",
+        guarded=True,
         long=["8", "1000000"],
         wrong=WRONG_CROWDS,
         sizes=[["1", "1"], ["50", "20"]],
@@ -410,6 +450,15 @@ TABLE = {
         most_removed=41),
 }
 
-# It asks for the same as 7_queue, through several adapters.
-TABLE["11_rails"] = TABLE["7_queue"]._replace(
-    wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS}, every_provider=False)
+# It asks for the same as 7_queue.
+TABLE["14_strangers"] = TABLE["7_queue"]._replace(
+    guarded=True,
+    long=["1048576", "200", "100000"],
+    wrong={**WRONG_SIZES, **WRONG_REPEATS},
+    sizes=[["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
+    every_provider=False,
+    bad_sessions=BAD_GUARDED_FILLS,
+    fill=guarded_fill)
+# It does, too, through several adapters.
+TABLE["11_rails"] = TABLE["14_strangers"]._replace(
+    wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS})

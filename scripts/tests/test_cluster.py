@@ -123,7 +123,7 @@ def test_slurm(slurm, tmp_path):
     jobs = [slurm.submit(*arguments, **env) for *arguments, env in (
         ("-N", "2", SCRIPT, "7_queue", "65536", "100", "5", {}),
         ("-N", "1", "--ntasks-per-node=2", SCRIPT, "4_hello", "a text", {}),
-        ("-N", "2", SCRIPT, "7_queue", "7", "1", {}),
+        ("-N", "2", SCRIPT, "7_queue", "0", "1", {}),
         ("-N", "1", SCRIPT, "4_hello", {"BUILD": str(tmp_path), "ADDRESS_LIMIT": "1"}),
         ("-N", "1", SCRIPT, "4_hello", {"FI_PROVIDER": "none"}),
         ("-N", "1", SCRIPT, "4_none", {}),
@@ -137,7 +137,7 @@ def test_slurm(slurm, tmp_path):
     assert one[0] == 0, one
     assert one[1].count("server | Received 6 bytes: a text\n") == 2, one
     assert {*re.findall(r"^client (\d) \| Sent 6 bytes\.$", one[1], re.M)} == {"0", "1"}
-    assert wrong[0] == 2 and "client 0 | error: PAGE_SIZE " in wrong[1], wrong
+    assert wrong[0] == 2 and "client 0 | error: not a number from 1 to " in wrong[1], wrong
     assert quiet[0] == 1 and "printed no address for 1 s" in quiet[1], quiet
     assert ended[0] == 1 and "error: the server has ended" in ended[1], ended
     assert missing[0] == 1 and "there is no build/4_none in " in missing[1], missing

@@ -1,5 +1,5 @@
-"""What nobody sees of a program from the outside: inside_queue.cpp and inside_lock.cpp
-contain the code of 7_queue and 10_lock."""
+"""What nobody sees of a program from the outside: inside_queue.cpp, inside_strangers.cpp
+and inside_lock.cpp contain the code of 7_queue, 14_strangers and 10_lock."""
 
 import os
 import signal
@@ -21,28 +21,43 @@ def try_inside(run, program, *check, provider="", status=0):
     return process
 
 
+with_queue = pytest.mark.parametrize("inside", ["inside_queue", "inside_strangers"])
+
+
 @pytest.mark.parametrize("provider", **ids)
-def test_order(run, provider):
+@with_queue
+def test_order(run, inside, provider):
     """Operations for which there is no room wait in a queue in which none overtakes
     another, whatever the network is."""
-    try_inside(run, "inside_queue", "order", provider=provider)
+    try_inside(run, inside, "order", provider=provider)
 
 
 @two_providers
-def test_signal_before_an_endpoint(run, provider):
+@pytest.mark.parametrize("inside,status", [("inside_queue", 128 + signal.SIGINT),
+                                           ("inside_strangers", -signal.SIGINT)])
+def test_signal_before_an_endpoint(run, inside, status, provider):
     """The shm provider sets handlers of its own whenever an endpoint is opened, and we
-    set ours again: not after a first signal, or the second one would have no effect."""
-    try_inside(run, "inside_queue", "signal", provider=provider, status=-signal.SIGINT)
+    set ours again: after a first signal, the second one must have its effect."""
+    try_inside(run, inside, "signal", provider=provider, status=status)
 
 
 @pytest.mark.parametrize("check", ["pages", "large", "silence", "progress", "close"])
-def test_server_of_a_queue(run, check):
+def test_server_of_strangers(run, check):
     """A server that makes pages for one client, or posts its WRITEs, looks at the others
     in between. Even of the largest pages, it has two in flight. A client that has waited
     for its pages has not been silent. One that has something to
     report waits until its last report has arrived. It closes a client's endpoint before
     the memory that this uses."""
-    try_inside(run, "inside_queue", check)
+    try_inside(run, "inside_strangers", check)
+
+
+@two_providers
+@pytest.mark.parametrize("check", ["flight", "close"])
+def test_server_of_a_queue(run, check, provider):
+    """A server bounds what is in flight, and posts the last WRITE when all others have
+    completed. It reports once its last report has arrived. It closes a client's endpoint
+    before the memory that this uses."""
+    try_inside(run, "inside_queue", check, provider=provider)
 
 
 @two_providers

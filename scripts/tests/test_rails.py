@@ -18,7 +18,7 @@ from fakes import FakeClient
 from harness import Server, shares
 from links import MBITS
 from marks import not_over_verbs
-from messages import ACCEPT, BYE, REFUSED, base, fill_repeatedly, read_address
+from messages import ACCEPT, BYE, REFUSED, base, guarded_fill, read_address
 from repository import PATIENT, variant
 
 pytestmark = [pytest.mark.builds("plain"),
@@ -329,13 +329,13 @@ def test_another_request(run, serve):
     """Whatever comes over another rail has to be the same request, but for the place
     and the key of the memory."""
     server = serve("11_rails")
-    good = fill_repeatedly(addr=4096, rkey=1, indices=[1, 2])
+    good = guarded_fill(addr=4096, rkey=1, indices=[1, 2])
     bad = {
         "seed": good[:40] + bytes(8) + good[48:],
-        "size": fill_repeatedly(size=2 << 20, indices=[1, 2]),
-        "pages": fill_repeatedly(indices=[2, 1]),
-        "fewer": fill_repeatedly(indices=[1]),
-        "repeat": fill_repeatedly(repeat=2, indices=[1, 2]),
+        "size": guarded_fill(size=2 << 20, indices=[1, 2]),
+        "pages": guarded_fill(indices=[2, 1]),
+        "fewer": guarded_fill(indices=[1]),
+        "repeat": guarded_fill(repeat=2, indices=[1, 2]),
     }
     for what, other in bad.items():
         first, second = FakeClient(run, server), FakeClient(run, server)

@@ -57,15 +57,14 @@ def test_report(tmp_path):
 
 
 def test_rate(monkeypatch):
-    """The last one; where the speed of the link is known, a share of it follows."""
+    """The last one."""
     monkeypatch.setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0")  # what the script would set
     spec = importlib.util.spec_from_file_location("report", f"{ROOT}/scripts/report.py")
     report = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(report)
-    line = "server | [1] [{}s] WRITE: 99%, 9/9, bw={}Gbps{}, 0.2Mpps, EAGAIN=3\n"
-    for share in "", "(98%)":
-        output = line.format(1, 9, share) + line.format(2, 97.8, share) + "client | Done.\n"
-        assert report.rate(output) == (97.8, f"bw=97.8Gbps{share}, 0.2Mpps, EAGAIN=3")
+    line = "server | [1] [{}s] WRITE: 99%, 9/9, bw={}Gbps, 0.2Mpps, EAGAIN=3\n"
+    output = line.format(1, 9) + line.format(2, 97.8) + "client | Done.\n"
+    assert report.rate(output) == (97.8, "bw=97.8Gbps, 0.2Mpps, EAGAIN=3")
     assert report.rate("client | Data is correct.\n")[0] == 0
 
 
@@ -82,5 +81,5 @@ def test_report_of_failures(tmp_path):
     assert texts["settings"].endswith(" FI_PROVIDER=none (name) (address) /home/(name)/lib "
                                       "(address) (address) FI_TCP_IFACE=(address)"), texts
     for label in LABELS[-6:]:
-        assert texts[label].startswith("FAILED: exit status 1\n"), texts
-        assert "FI_PROVIDER='none" in texts[label] or label == "rules", texts
+        assert texts[label].startswith("FAILED: exit status "), texts
+        assert "fi_getinfo" in texts[label] or label == "rules", texts

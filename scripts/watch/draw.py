@@ -77,7 +77,8 @@ def unseen(run):
                "memory after that, knows of all of them: whether one alone was enough for what it "
                "did, this doesn't show")
     yield ("what goes wrong only when completions come in another order than in this run: "
-           "FI_PROVIDER=shm BEHIND=build/strict.so has another one")
+           "FI_PROVIDER=shm BEHIND=build/strict.so has another one (by hand: "
+           "LD_PRELOAD=build/watch.so:build/strict.so)")
 
 
 def has_page(region, op):

@@ -83,7 +83,7 @@ void FiCheck(ssize_t result, const char* call) {
 
 // Throws if nothing has happened for too long. Some providers never report that
 // a peer has gone, and silence is all that there is to notice.
-void CheckSilence(Clock::time_point heard_at, const std::string& what) {
+void CheckSilence(Clock::time_point heard_at, const char* what) {
   if (Clock::now() - heard_at < kSilenceLimit) return;
   throw std::runtime_error("nothing has happened for " +
                            std::to_string(kSilenceLimit.count()) + " s while " +

@@ -300,6 +300,25 @@ def test_feed_without_ours(run):
                      feed.server.output), feed.server.output
 
 
+def watched(run, program, *args, **env):
+    """What the recorder finds in a run over tcp."""
+    return subprocess.run(
+        [sys.executable, "scripts/watch/run.py", "-q", "-o", run.new_folder(), program, *args],
+        cwd=ROOT, check=False, capture_output=True, text=True,
+        env={**os.environ, "BUILD": BUILD, "FI_PROVIDER": "tcp", **env})
+
+
+@pytest.mark.thorough
+def test_feed_without_ours_watched(run):
+    """With strict.so behind it, the recorder names the buffer and the place."""
+    for _ in range(3):
+        found = watched(run, f"{WITHOUT_OURS()}/feed", "8", "300", BEHIND=f"{BUILD}/strict.so")
+        if "WRONG" in found.stdout:
+            break
+    assert " goes where WRITE #" in found.stdout, found
+    assert "was changed between post and completion" in found.stdout, found
+
+
 @pytest.mark.thorough
 def test_feed_without_credit(run):
     """The client finds it, or the server, and strict.so does not."""
@@ -327,11 +346,8 @@ def test_forty(run):
     assert (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") < 1.5
     forty.stop()
     # libfabric also works in fi_trywait. What it does there isn't the program's.
-    watched = subprocess.run(
-        [sys.executable, "scripts/watch/run.py", "-q", "-o", run.new_folder(), forty.path, "4",
-         "30"], cwd=ROOT, check=False, capture_output=True, text=True,
-        env={**os.environ, "BUILD": BUILD, "FI_PROVIDER": "tcp", "WATCH_TRAP": "1"})
-    assert "No violation seen" in watched.stdout, watched
+    found = watched(run, forty.path, "4", "30", WATCH_TRAP="1")
+    assert "No violation seen" in found.stdout, found
 
 
 # ---- One client and several servers ----

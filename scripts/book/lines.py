@@ -25,7 +25,7 @@ from repository import APART  # noqa: E402
 # rises. The aims are 60 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
 # for 10_lock, and a fifth for the others: there, readers skipped what was quoted only
 # because it was new.
-LEAST = {"2_first": 61, "4_hello": 60, "5_reverse": 70, "6_write": 50, "7_queue": 70,
+LEAST = {"2_first": 61, "4_hello": 60, "5_reverse": 70, "6_write": 70, "7_queue": 70,
          "8_malloc": 21, "9_file": 24, "10_lock": 33, "11_rails": 23, "12_sleep": 47,
          "13_crowd": 18}
 

@@ -83,7 +83,7 @@ def record():
         command = wait_for("server", rf"  {re.escape(PROGRAM)} [0-9a-f]+")
         start("client", command.strip())
         wait_for("client", r"Data is correct\.")
-        wait_for("server", r"\[1\] Done\.")
+        wait_for("server", r"\[1\] Done: 8 pages written\.")
     finally:
         # The client has ended by itself if all went well.
         for process in reversed(processes):

@@ -334,11 +334,6 @@ MUTANTS = {
         "  size_t PollCompletion() {\n"
         "    ProgressPendingOps();\n", "  size_t PollCompletion() {\n",
         "test_inside.py test_order and inside_queue"),
-    "number-of-shm": Mutant(
-        "some providers don't call a WRITE from the other side one", "6_write",
-        "(entry.flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA))",
-        "(entry.flags & FI_REMOTE_WRITE)",
-        "test_programs.py test_data and 6_write and shm"),
     "keys": Mutant(
         "no two regions have the same key", "6_write",
         "attr.requested_key = domain.RandomKey();", "attr.requested_key = 1;",
@@ -353,7 +348,7 @@ MUTANTS = {
         "    return key >> (64 - 8 * info->domain_attr->mr_key_size);",
         "    static uint64_t key = 0;\n"
         "    return ++key;",
-        "test_strangers.py test_memory_of_a_client and 6_write and default"),
+        "test_strangers.py test_memory_of_a_client and 6_write"),
     "key-size": Mutant(
         "a key is no larger than the provider's are", "6_write",
         "    return key >> (64 - 8 * info->domain_attr->mr_key_size);", "    return key;",

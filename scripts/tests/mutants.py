@@ -12,6 +12,7 @@ No test of ours can see what huge pages are for, so they have no mutant.
 """
 
 import concurrent.futures
+import contextlib
 import os
 import queue
 import re
@@ -1297,12 +1298,13 @@ class Copy:
                 file.write(source)
             os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
             # Later tests need the program, too: they ask 4_hello for the providers.
-            for build in BUILDS:
-                if os.path.exists(f"{ROOT}/{build}/{mutant.program}"):
-                    shutil.copy2(f"{ROOT}/{build}/{mutant.program}",
-                                 f"{self.root}/{build}")
-            for helper in helpers:
-                shutil.copy2(f"{ROOT}/build/{helper}", f"{self.root}/build")
+            for path in (*(f"{build}/{mutant.program}" for build in BUILDS),
+                         *(f"build/{helper}" for helper in helpers)):
+                if os.path.exists(f"{ROOT}/{path}"):
+                    # It may still run somewhere.
+                    with contextlib.suppress(FileNotFoundError):
+                        os.unlink(f"{self.root}/{path}")
+                    shutil.copy2(f"{ROOT}/{path}", f"{self.root}/{path}")
         # The last line is short. Above it, a failure may show numbers of 100,000 digits,
         # in which these searches would not end.
         summary = said.rstrip().rsplit("\n", 1)[-1]

@@ -143,10 +143,10 @@ MUTANTS = {
         "        // It ends this client's session",
         "test_messages.py test_in_a_session and 5_reverse"),
     "session-after-an-error": Mutant(
-        "an error ends the client's session", "5_reverse",
+        "an error ends the client's session", "6_write",
         "        client.done = true;\n"
         "      }\n", "      }\n",
-        "test_messages.py test_in_a_session and 5_reverse"),
+        "test_messages.py test_in_a_session and 6_write"),
     "at-the-door": Mutant(
         "a bad message does not end the server", "5_reverse",
         "    } catch (const std::exception& e) {\n"

@@ -718,6 +718,7 @@ struct ServedClient {
 // Runs the server, until a signal ends it.
 void ServerMain(const char* program, bool gpu) {
   Domain domain(gpu);
+  if (gpu) Buffer(domain, 1, FI_WRITE, true);  // throws if that's impossible
   Session listener(domain);
   std::list<ServedClient> clients;
   size_t num_clients = 0;  // so far

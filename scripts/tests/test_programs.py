@@ -95,6 +95,8 @@ def test_sizes(serve, program, provider):
     provider."""
     server = serve(program, provider)
     sizes = GUARDED_SIZES if server.entry.guarded else SIZES
+    if provider == "udp;ofi_rxd":
+        sizes = sizes[:-1]  # so much takes it long, and a busy machine longer than 10 s
     for page_size, num_pages in sizes:
         repeat = [] if program == "6_write" else ["2"]
         server.check_client(str(page_size), str(num_pages), *repeat)

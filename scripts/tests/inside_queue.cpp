@@ -8,6 +8,7 @@
 //             one its effect: it ends this process; a SIGPIPE is no second one
 //   flight    a bounded number of bytes is in flight, and the last WRITE waits
 //             for all others; no PROGRESS follows one that is still on its way
+//   room      where libfabric has no room for a WRITE, only one waits for that
 //   close     an endpoint is closed before the regions that it uses
 
 #include <rdma/fabric.h>
@@ -187,6 +188,23 @@ int CheckFlight() {
   return with_last <= 1 ? 0 : Fail("the last one has not waited");
 }
 
+int CheckRoom() {
+  static fi_ops_rma full;  // as long as the endpoint
+  Pair pair;
+  Endpoint& endpoint = pair.served->session.endpoint;
+  full = *endpoint.ep->rma;
+  full.write = [](fid_ep*, const void*, size_t, void*, fi_addr_t, uint64_t,
+                  uint64_t, void*) -> ssize_t { return -FI_EAGAIN; };
+  endpoint.ep->rma = &full;
+  pair.Ask(8);
+  for (size_t i = 0; i < 8; ++i) pair.served->Poll();
+  auto waiting = std::count_if(
+      endpoint.pending_ops.begin(), endpoint.pending_ops.end(),
+      [](const RdmaOp* op) { return op->type == RdmaOpType::kWrite; });
+  printf("waiting: %td\n", waiting);
+  return waiting == 1 ? 0 : Fail("not one");
+}
+
 int CheckClose() {
   Pair pair;
   pair.Ask(1);
@@ -206,6 +224,7 @@ int main(int argc, char** argv) {
   if (check == "order") return CheckOrder();
   if (check == "signal") return CheckSignal();
   if (check == "flight") return CheckFlight();
+  if (check == "room") return CheckRoom();
   if (check == "close") return CheckClose();
   return 2;
 }

@@ -2,7 +2,7 @@
 """Breaks one rule of the programs at a time, and checks that a test notices.
 
 Usage: scripts/tests/mutants.py [NAME...]    (make mutants)
-  NAME  the mutants to try; without any: all of them, which takes a quarter of an hour
+  NAME  the mutants to try; without any: all of them, which takes an hour
   JOBS  in the environment: how many to try at a time (as many as there are cores)
 
 Each mutant is made in a copy of the repository, in build/mutants/. It is caught if
@@ -215,8 +215,12 @@ MUTANTS = {
         "test_failures.py test_second_signal"),
     "other-second-signal-of-4": Mutant(
         "of whatever kind it is", "4_hello",
-        "{SIGINT, SIGTERM, SIGHUP, SIGPIPE}", "{SIGINT, SIGTERM, SIGPIPE}",
+        "signum != SIGPIPE", "signum == SIGINT",
         "test_failures.py test_second_signal"),
+    "pipe-is-no-second-signal": Mutant(
+        "but for a line that nobody reads", "7_queue",
+        " && signum != SIGPIPE", "",
+        "test_inside.py test_signal_before_an_endpoint and inside_queue"),
     "pipe-of-5": Mutant(
         "a server whose output nobody reads closes everything", "5_reverse",
         "{SIGINT, SIGTERM, SIGHUP, SIGPIPE}", "{SIGINT, SIGTERM, SIGHUP}",

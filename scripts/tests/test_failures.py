@@ -323,6 +323,9 @@ def test_client_signals_at_work(serve, program, args, started, provider):
 def test_client_signals_at_the_start(serve, program, provider):
     """Clients that are interrupted in their first moments, also before they have turned
     to the server, or while they do."""
+    if provider == "shm" and not TABLE[program].guarded:
+        pytest.skip("libfabric 1.17's shm may crash on either side when a client leaves in "
+                    "its first contact; only 8 to 14 stay for a moment")
     server = serve(program, provider)
 
     def interrupt(moment):
@@ -330,10 +333,6 @@ def test_client_signals_at_the_start(serve, program, provider):
         time.sleep(moment)
         client.signal(signal.SIGINT)
         status = client.wait(20)
-        # A client that leaves in the middle of its first contact may crash over shm: 8 to 14
-        # stay for a moment. The server goes on.
-        if status == -signal.SIGSEGV and provider == "shm" and not server.entry.guarded:
-            return
         # At first, the signal still has its default effect: see test_signals.
         assert status == 1 and "error: interrupted" in client.output or \
             status == 0 and server.entry.success in client.output or \

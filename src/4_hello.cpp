@@ -37,6 +37,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
+constexpr auto kContactGrace = 500ms;      // for a message, after a signal
 
 // ---- Errors and signals ----
 
@@ -81,6 +82,11 @@ std::atomic<bool> g_interrupted = false;
 // Called for such a signal. A second one, but for SIGPIPE, ends the process.
 void HandleSignal(int signum) {
   if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
+}
+
+// Has such signals call it. libfabric's libraries bring handlers of their own.
+void CatchSignals() {
+  for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
 
 // ---- Addresses ----
@@ -213,10 +219,9 @@ struct Endpoint {
             "fi_cq_open");
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
-    // After fi_endpoint: there, the shm provider installs handlers that delete
-    // our shared memory at once, and the other side may crash.
-    for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE})
-      signal(sig, HandleSignal);
+    // Again: in fi_endpoint, the shm provider installs handlers that delete our
+    // shared memory at once, and the other side may crash.
+    CatchSignals();
     FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
     FiCheck(fi_enable(ep), "fi_enable");
@@ -314,7 +319,10 @@ struct Endpoint {
   void WaitUntil(const char* what, const std::function<bool()>& done) {
     Clock::time_point start = Clock::now();
     while (!done()) {
-      if (g_interrupted) throw std::runtime_error("interrupted");
+      // Over shm, the server may crash if we leave during our first contact.
+      if (g_interrupted && Clock::now() - start > kContactGrace) {
+        throw std::runtime_error("interrupted");
+      }
       CheckSilence(start, what);
       if (PollCompletion() == 0) std::this_thread::sleep_for(kIdlePause);
     }
@@ -410,6 +418,7 @@ constexpr const char* kUsage =
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  CatchSignals();
   try {
     if (args.empty()) {
       ServerMain(argv[0]);

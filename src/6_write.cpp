@@ -52,6 +52,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
+constexpr auto kContactGrace = 500ms;      // for a message, after a signal
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
@@ -103,6 +104,11 @@ std::atomic<bool> g_interrupted = false;
 // Called for such a signal. A second one, but for SIGPIPE, ends the process.
 void HandleSignal(int signum) {
   if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
+}
+
+// Has such signals call it. libfabric's libraries bring handlers of their own.
+void CatchSignals() {
+  for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
 
 // ---- Addresses ----
@@ -302,10 +308,9 @@ struct Endpoint {
             "fi_eq_open");
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
-    // After fi_endpoint: there, the shm provider installs handlers that delete
-    // our shared memory at once, and the other side may crash.
-    for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE})
-      signal(sig, HandleSignal);
+    // Again: in fi_endpoint, the shm provider installs handlers that delete our
+    // shared memory at once, and the other side may crash.
+    CatchSignals();
     FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
@@ -550,7 +555,10 @@ struct Session {
   void WaitUntil(const char* what, const std::function<bool()>& done) {
     heard_at = Clock::now();
     while (!done()) {
-      if (g_interrupted) throw std::runtime_error("interrupted");
+      // Over shm, the server may crash if we leave during our first contact.
+      if (g_interrupted && Clock::now() - heard_at > kContactGrace) {
+        throw std::runtime_error("interrupted");
+      }
       CheckSilence(heard_at, what);
       if (Poll() == 0) std::this_thread::sleep_for(kIdlePause);
     }
@@ -841,6 +849,7 @@ size_t ParseNumber(const std::string& text, size_t max) {
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
+  CatchSignals();
   try {
     bool gpu = !args.empty() && args[0] == "--gpu";
     if (gpu) args.erase(args.begin());

@@ -207,7 +207,7 @@ MUTANTS = {
         "test_strict.py test_rules and 5_reverse and default"),
     "client-signal": Mutant(
         "a client that is interrupted ends", "7_queue",
-        '      if (g_interrupted) throw std::runtime_error("interrupted");\n', "",
+        "if (g_interrupted && Clock::now()", "if (false && Clock::now()",
         "test_failures.py test_client_signals_at_work and 7_queue and shm"),
     "second-signal": Mutant(
         "a second signal ends the process", "4_hello",
@@ -227,7 +227,7 @@ MUTANTS = {
         "test_failures.py test_nobody_reads and 5_reverse"),
     "handlers-late": Mutant(
         "our signal handlers take the place of those of shm", "7_queue",
-        "      signal(sig, HandleSignal);\n", "      (void)sig;\n",
+        "    CatchSignals();\n", "",
         "test_failures.py test_client_signals_at_work and 7_queue and shm"),
     "pause": Mutant(
         "an idle server is quiet", "5_reverse",

@@ -323,9 +323,6 @@ def test_client_signals_at_work(serve, program, args, started, provider):
 def test_client_signals_at_the_start(serve, program, provider):
     """Clients that are interrupted in their first moments, also before they have turned
     to the server, or while they do."""
-    if provider == "shm" and not TABLE[program].guarded:
-        pytest.skip("libfabric 1.17's shm may crash on either side when a client leaves in "
-                    "its first contact; only 8 to 14 stay for a moment")
     server = serve(program, provider)
 
     def interrupt(moment):

@@ -14,7 +14,6 @@ import chapters
 import fuzz
 from harness import BUILD, PROGRAMS, address_of
 from repository import (ROOT, build_source, parent, patched, programs, replaced, variant)
-from small_repository import PROGRAMS as SMALL, Repository
 from table import TABLE
 from test_tools import what_is_missing
 
@@ -80,25 +79,6 @@ def test_tests_and_book(copy):
     assert plan.returncode == 0, plan.stderr
     assert "src/7_queue.cpp" in plan.stdout
     assert not [name for name in OWN if f"src/{name}.cpp" in plan.stdout]
-
-
-def test_propagate_and_refresh(tmp_path):
-    """They carry changes into programs of the tutorial alone."""
-    repo = Repository(tmp_path)
-    (tmp_path / "scripts/exercises").mkdir()
-    for name, text in OWN.items():
-        (tmp_path / f"src/{name}.cpp").write_text(text.replace("7_queue", "4_one"))
-    repo.replace("4_one", "b", "B")
-    status, output, error = repo.run("propagate")
-    assert (status, error) == (0, "")
-    assert [line.split(":")[0] for line in output.splitlines()] == list(SMALL)[1:]
-    answer = tmp_path / "answer"
-    answer.write_text(repo.path("4_one").read_text() + "more\n")
-    assert repo.run("refresh-exercises", "4_one", "answer")[0] == 0
-    assert repo.run("refresh-exercises") == (0, "4_one: unchanged\n", "")
-    for name, text in OWN.items():
-        assert (tmp_path / f"src/{name}.cpp").read_text() == \
-            text.replace("7_queue", "4_one")
 
 
 # ---- Programs that a page has the reader make: scripts/own ----

@@ -138,7 +138,9 @@ def find(nodes, name):
     """The key of a node that somebody has named."""
     short = re.sub(r"^scripts/|\.(patch|cpp)$", "", os.path.normpath(name))
     for key, node in nodes.items():
-        if short in (node.name, f"src/{key}") or node.file == pathlib.Path(name).resolve():
+        last = node.last and f"{key.split('_')[0]}.{node.last.name.split('_')[0]}"
+        if short in (node.name, f"src/{key}", last) or \
+                pathlib.Path(name).resolve() in (node.file, node.last):
             return key
     raise ValueError(f"there is no {name}; scripts/carry.py list names what there is")
 
@@ -502,13 +504,13 @@ def at_commit(rev, folder, root):
         archive.extractall(folder)
 
 
-def before_and_after(nodes, rev, root, says):
+def before_and_after(nodes, rev, root, bad):
     """The texts at a commit, and as they are now. A patch that is as it was makes what it
     made: its new text is to be found."""
     with tempfile.TemporaryDirectory() as folder:
         at_commit(rev, folder, root)
         old_nodes = graph(folder)
-        old = texts_of(old_nodes, says)
+        old = texts_of(old_nodes, bad)
         patches = {key: old_nodes[key].file.read_text() for key in old}
     new = {}
     for key, node in nodes.items():
@@ -524,8 +526,10 @@ def before_and_after(nodes, rev, root, says):
                         new[key] = fit(now, texts[node.parent])
                     except ValueError:
                         pass
+            if key not in new:
+                bad.append(f"{node.name}: its patch does not fit" + (
+                    f"; it is made of that at {rev}" if key in old else ""))
             if key not in new and key in old:
-                says.append(f"{node.name}: its patch fits no more; it is made of that at {rev}")
                 new[key] = old[key]
         if key in new and re.search("(?m)^(<<<<<<<|>>>>>>>) ", new[key]):
             raise ValueError(f"{node.file} has conflicts; resolve them first")
@@ -533,10 +537,10 @@ def before_and_after(nodes, rev, root, says):
 
 
 def carry(rev="HEAD", root=ROOT, everywhere=False):
-    """Returns the nodes, their texts at a commit and afterwards, what to say, and the
-    nodes that have to be looked at."""
-    says, nodes = [], graph(root)
-    old, new = before_and_after(nodes, rev, root, says)
+    """Returns the nodes, their texts at a commit and afterwards, what to say, what is wrong,
+    and the nodes that have to be looked at."""
+    says, bad, nodes = [], [], graph(root)
+    old, new = before_and_after(nodes, rev, root, bad)
     first = dict(old)
     in_parallel(formatted, {text for key in old if old[key] != new[key]
                             for text in (old[key], new[key])})
@@ -557,14 +561,14 @@ def carry(rev="HEAD", root=ROOT, everywhere=False):
         if any(named.values()):
             says.append(f"{nodes[hunk.source].name}:\n" + "\n".join(
                 hunk.diff() + [f"  {SAYS[what]}: {' '.join(names)}"
-                                          for what, names in named.items() if names]))
-    return nodes, first, new, says, looks
+                               for what, names in named.items() if names]))
+    return nodes, first, new, says, bad, looks
 
 
 def new_patch(nodes, key):
     """How a patch that is new begins. One of own/ makes a copy."""
-    before = nodes[key].parent
-    before = nodes[before].name if nodes[before].is_move() else before.removeprefix("own/")
+    move = re.match(r"breaks/(\d+\.\d+)", key)
+    before = move[1] if move else nodes[key].parent.removeprefix("own/")
     after = key.removeprefix("own/") if key.startswith("own/") else before
     copy = (f"diff --git a/src/{before}.cpp b/src/{after}.cpp\nsimilarity index 50%\n"
             f"copy from src/{before}.cpp\ncopy to src/{after}.cpp\n")
@@ -580,15 +584,16 @@ def files_of(nodes, texts):
             files[node.file] = texts.get(key)
         patch = node.last if node.is_program() else node.file
         if patch and key in texts and node.parent in texts:
-            head, hunks_ = moves.split(patch.read_text() if patch.exists() else new_patch(nodes, key))
+            head, made = moves.split(
+                patch.read_text() if patch.exists() else new_patch(nodes, key))
             try:
-                if moves.apply(texts[node.parent], hunks_) == texts[key]:
+                if moves.apply(texts[node.parent], made) == texts[key]:
                     continue
             except ValueError:
                 pass
+            names = "".join(moves.lines_of(made)[:2])
             made = moves.make_patch("x", texts[node.parent], texts[key])
-            files[patch] = head + re.sub(r"\A.*\n.*\n", "", made).join(
-                ["".join(moves.lines_of(hunks_)[:2]), ""])
+            files[patch] = head + names + "".join(moves.lines_of(made)[2:])
     return {path: text for path, text in files.items()
             if text is not None and (not path.exists() or path.read_text() != text)}
 
@@ -600,30 +605,27 @@ def write_all(files):
 
 
 def carry_and_say(options):
-    nodes, old, new, says, looks = carry(options.since, everywhere=options.up)
-    print(*says, sep="\n", end="\n" if says else "")
+    nodes, old, new, says, bad, looks = carry(options.since, everywhere=options.up)
     files = files_of(nodes, new)
-    changed = [key for key in new if new[key] != old[key]]
-    for path in files:
-        print(path.relative_to(ROOT))
+    says += [str(path.relative_to(ROOT)) for path in files]
     for key in sorted(looks, key=[*nodes].index):
         node = nodes[key]
         path = node.file
         if not node.is_program():
             path = ROOT / f"build/carry/{node.name.replace('/', '_')}.cpp"
-            files[path] = new[key]
-        print(f"look at {path.relative_to(ROOT)}" + (
-            "" if node.is_program() else f", then: scripts/carry.py write {node.name} "
-            f"{path.relative_to(ROOT)}"))
+            if not path.exists():  # somebody may have begun to edit it
+                files[path] = new[key]
+        path = path.relative_to(ROOT)
+        bad.append(f"look at {path}" + (
+            "" if node.is_program() else f", then: scripts/carry.py write {node.name} {path}"))
     if not options.dry:
         write_all(files)
-    bad = len(looks)
     if options.compile:
+        changed = [key for key in new if new[key] != old[key]]
         errors = in_parallel(moves.compile_error, [new[key] for key in changed])
-        wrong = [f"{nodes[key].name} does not compile: {error}"
-                 for key, error in zip(changed, errors) if error]
-        print(*wrong, sep="\n", end="\n" if wrong else "")
-        bad += len(wrong)
+        bad += [f"{nodes[key].name} does not compile: {error}"
+                for key, error in zip(changed, errors) if error]
+    print(*says, *bad, sep="\n", end="\n" if says or bad else "")
     return 1 if bad else 0
 
 
@@ -644,7 +646,9 @@ def write(name, file, parent=""):
     if node.parent not in texts or text == texts[node.parent]:
         raise ValueError(f"{file} is what {nodes[node.parent].name} is already")
     texts[key] = text
-    files = files_of(nodes, texts)
+    ours = {node.file, *(path for child in nodes.values() if child.parent == key
+                         for path in (child.file, child.last))}
+    files = {path: made for path, made in files_of(nodes, texts).items() if path in ours}
     write_all(files)
     for path, made in files.items():
         print(f"{path.relative_to(ROOT)}: {made.count(chr(10) + '+') - 1} lines added, "

@@ -30,6 +30,9 @@ CHAPTER ?= 7_queue
 OUR_CXXFLAGS := -std=c++20 -Wall -Wextra -Werror
 
 # make takes a blank for the end of a name.
+ifneq ($(words $(CURDIR)),1)
+$(error the path of the repository must not have blanks; it is '$(CURDIR)')
+endif
 ifneq ($(words $(BUILD)),1)
 $(error BUILD has to be the name of one folder, without blanks; it is '$(BUILD)')
 endif

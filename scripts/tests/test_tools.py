@@ -1,6 +1,8 @@
 """The Makefile and the scripts, as a reader uses them."""
 
+import ast
 import contextlib
+import glob
 import os
 import pathlib
 import pty
@@ -566,6 +568,44 @@ def test_demo_ends(tmp_path):
                               cwd=ROOT, check=False, capture_output=True)
         assert done.returncode == status
         assert left_running("6_write", str(tmp_path)) == []
+
+
+@pytest.mark.parametrize("command", [["scripts/demo.sh"], [
+    sys.executable, "scripts/watch/run.py", "-o", "FOLDER"]], ids=["demo", "watch"])
+def test_nobody_reads_the_tool(tmp_path, command):
+    """`make demo | head -1`: when nobody reads, it ends what it has started, and itself."""
+    shutil.copy(f"{ROOT}/build/6_write", tmp_path)
+    command = [word.replace("FOLDER", str(tmp_path)) for word in command]
+    tool = subprocess.Popen([*command, str(tmp_path / "6_write")], cwd=ROOT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    assert tool.stdout.readline().startswith("server | ")
+    tool.stdout.close()
+    assert tool.wait(60) != 0
+    assert left_running("6_write", str(tmp_path)) == []
+
+
+@pytest.mark.static
+def test_old_python():
+    """Those who are asked for `make report` may have the Python of an older system, 3.6. So
+    have it and `make watch-7` use nothing newer, as far as one can see without one."""
+    files = ["scripts/report.py", *glob.glob("scripts/watch/*.py", root_dir=ROOT)]
+    newer = re.compile(r"\.remove(?:pre|suf)fix|capture_output|\btext=True|functools\.cache\b|"
+                       r"(?m:^ *\w[\w.]* \|= \{)|\w \| \{")
+    for path in files:
+        source = pathlib.Path(f"{ROOT}/{path}").read_text()
+        ast.parse(source, path, feature_version=(3, 6))
+        assert not newer.search(source), (path, newer.search(source)[0])
+
+
+@pytest.mark.static
+def test_blank_in_the_path(tmp_path):
+    """make would say that there is no rule, or leave out half of a command."""
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    shutil.copy(f"{ROOT}/Makefile", folder)
+    done = subprocess.run(["make", "help"], cwd=folder, check=False, text=True,
+                          capture_output=True)
+    assert done.returncode and f"must not have blanks; it is '{folder}'" in done.stderr
 
 
 def test_demo_of_a_quick_client(tmp_path):

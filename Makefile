@@ -10,7 +10,7 @@
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   CHAPTER, SECONDS
 #                   for `make report`: the demo's program, and how long each size takes
-#   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
+#   ARGS            for `make test-rdma` and `make fuzz`: options;
 #                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
 #                   BEHIND=build/strict.so: a library between the recorder and libfabric
 #   WRITE           for `make check`: WRITE=1 writes anew what follows from the programs
@@ -19,8 +19,6 @@
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
 #   JOBS            for `make mutants`: how many at a time (JOBS=2)
-#   SERVE, PORT     for `make book`: SERVE=1 serves it on localhost, on port 8000
-#   FIGURES         for `make book`: FIGURES=no draws none, and installs no browser
 #   FILE_SIZE, SLOTS
 #                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
 
@@ -200,7 +198,7 @@ FORCE:
 
 .PHONY: demo report moves watch check test test-all test-rdma mutants fuzz bench \
   bench-variants bench-file bench-lock \
-  bench-rails bench-crowd lint book test-book figures clean help help-all
+  bench-rails bench-crowd lint book figures clean help help-all
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -334,15 +332,9 @@ lint:
 	@scripts/install-deps.sh lint test
 	@scripts/check.sh -k test_format
 
-# The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
-# It says what it installs before it does.
+# The chapters beside their programs, as pages.
 book:
-	@FIGURES='$(FIGURES)' SERVE='$(SERVE)' PORT='$(PORT)' scripts/book/book.sh
-
-# Looks at the pages in a browser: ARGS="-k phone".
-test-book: book
-	@scripts/install-deps.sh browser
-	@scripts/book/test.sh $(ARGS)
+	@scripts/book/book.sh
 
 # Draws the chapters' SVG figures "Who owns it now?" again, gives all SVG figures their
 # style, and draws the Mermaid figures as GitHub does.
@@ -387,6 +379,5 @@ help-all: help
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
 	@echo 'make bench-rails measure 11_rails beside what several links can do'
 	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
-	@echo 'make test-book  look at the pages of make book in a browser'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'

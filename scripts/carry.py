@@ -304,12 +304,12 @@ class State:
                 hunk, near = queue.popleft()
                 by = self.verdicts[hunk]
                 for node, up in self.neighbours(near, hunk, everywhere):
-                    if node not in self.old or by.get(node) in [*TAKEN, "alike", "hand"]:
+                    if node not in self.old or by.get(node) in [*TAKEN, "alike", "hand", "done"]:
                         continue
                     by[node] = self.decide(hunk, node, near, up)
                     same = by[node] in ("look", "other") and self.adapt(hunk, node, near)
                     if same:
-                        by[node] = "hand" if same == hunk else "alike"
+                        by[node] = "done" if same == hunk else "alike"
                     if by[node] in [*TAKEN, "alike"]:
                         self.take(same or hunk, node)
                         queue.append((same or hunk, node))

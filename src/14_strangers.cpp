@@ -381,8 +381,8 @@ struct Endpoint {
   fi_addr_t AddPeerAddress(Address address) {
     if (!IsLikeOurs(address)) {
       throw std::runtime_error(ToHex(address) +
-                               " is no address of our provider; do both sides "
-                               "use the same FI_PROVIDER?");
+                               " is not an address of our provider; do both "
+                               "sides use the same FI_PROVIDER?");
     }
     fi_addr_t peer = FI_ADDR_UNSPEC;
     address.resize(kMaxAddressSize);  // libfabric reads as much as it needs

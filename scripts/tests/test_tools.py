@@ -661,30 +661,3 @@ def test_demo_interrupted(tmp_path, moment, deaf):
     # had not yet got to its trap.
     assert os.waitstatus_to_exitcode(status) in (130, 1, -signal.SIGINT)
     assert left_running("real_7_queue", str(tmp_path)) == []
-
-
-@pytest.mark.usefixtures("terminals")
-def test_progress_on_a_terminal():
-    """One line, written over. A network that is slow makes for several reports."""
-    master, slave = pty.openpty()
-    server = subprocess.Popen(
-        ["build/14_strangers"], cwd=ROOT, stdout=slave, stdin=subprocess.DEVNULL,
-        env={**os.environ, "LD_PRELOAD": f"{ROOT}/build/reorder.so"})
-    os.close(slave)
-    output = b""
-    try:
-        while not re.search(rb"command:\r\n.* ([0-9a-f]+)\r\n", output):
-            output += os.read(master, 65536)
-        address = re.search(rb"command:\r\n.* ([0-9a-f]+)\r\n", output)[1]
-        subprocess.run(["build/14_strangers", address.decode(), "65536", "500",
-                        "3"], cwd=ROOT, check=True, capture_output=True)
-        while not re.search(rb"WRITE: 100%[^\r\n]*\r\n", output):
-            output += os.read(master, 65536)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        assert server.wait(60) == 0
-        os.close(master)
-    # Each line but the first replaces the one before it.
-    replaced = output.count(b"\r\x1b[K[1] [")
-    assert replaced >= 1
-    assert output.count(b"Mpps") == replaced + 1

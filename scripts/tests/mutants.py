@@ -403,55 +403,15 @@ MUTANTS |= {
         "~Seat() { memory.free_seats.insert(seat); }",
         "~Seat() { memory.free_seats.insert(0); }",
         "test_lock.py test_seats"),
-    "other-second-signal": Mutant(
-        "a second signal ends the process, of whatever kind it is", "14_strangers",
-        "{SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);",
-        "{SIGINT}) signal(signum, SIG_DFL);",
-        "test_failures.py test_second_signal"),
-    "locked-memory": Mutant(
-        "an error about memory names `ulimit -l`", "14_strangers",
-        "if (error == FI_ENOMEM) {", "if (error == -1) {",
-        "test_failures.py test_locked_memory and 14_strangers"),
     "control-characters": Mutant(
         "a terminal does not obey a text from the other side", "12_sleep",
         "c < ' ' || c > '~' ? '?' : c", "c == 0x7f ? '?' : c",
         "test_messages.py test_terrible_texts_of_clients"),
-    "pipe": Mutant(
-        "nobody who reads our output ends us", "14_strangers",
-        "signal(SIGPIPE, SIG_IGN);", "",
-        "test_failures.py test_nobody_reads and 14_strangers"),
     "key": Mutant(
         "nobody guesses a key", "8_malloc",
         "uint64_t key = uint64_t{random()} << 32 | random();",
         "static uint64_t key = random() % 1; ++key;",
         "test_strangers.py test_memory_of_a_server and 8_malloc"),
-    "nonce": Mutant(
-        "a message of a stranger ends no conversation", "14_strangers",
-        "      if (base.nonce != nonce) continue;\n", "",
-        "test_strangers.py test_byes_of_strangers and 14_strangers"),
-    "too-long": Mutant(
-        "nor does one that is too long", "14_strangers",
-        "      } catch (const std::runtime_error&) {\n        continue;\n",
-        "      } catch (const std::logic_error&) {\n        continue;\n",
-        "test_strangers.py test_byes_of_strangers and 14_strangers"),
-    "junk-at-the-door": Mutant(
-        "bad messages keep nobody out", "14_strangers",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::exception& e) {\n",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::logic_error& e) {\n",
-        "test_attacks.py test_junk_at_the_door and 14_strangers"),
-    "junk-before-a-connect": Mutant(
-        "nobody sleeps while there are messages in hand", "12_sleep",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::exception& e) {\n",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::logic_error& e) {\n",
-        "test_attacks.py test_junk_before_a_connect"),
-    "answers-that-nobody-takes": Mutant(
-        "they do not pile up", "12_sleep",
-        "    if (session.mailbox.unsent >= kRecvCount) {\n", "    if (false) {\n",
-        "test_attacks.py test_answers_that_nobody_takes"),
     "number-of-another": Mutant(
         "only a client itself says which of its chunks have arrived", "9_file",
         "return chunk ^ (nonce | 1u << 31);", "return chunk ^ 1u << 31;",
@@ -465,29 +425,6 @@ MUTANTS |= {
         "return checksum == (version == 0 ? 0 : Checksum());",
         "return version == 0 || checksum == Checksum();",
         "test_inside.py test_ledger_that_changes"),
-    "dead-in-line": Mutant(
-        "a client that dies while it waits for memory is given up", "11_rails",
-        "if (rail.outstanding == 0 && endpoint.HasRoom()) endpoint",
-        "if (rail.outstanding == 0) endpoint",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
-    "dead-waiter": Mutant(
-        "a dead client that waits for memory gives its place up", "14_strangers",
-        """    Report();
-    session.endpoint.CheckSilence""",
-        """    Report();
-    if (state == State::kWrite) session.endpoint.CheckSilence""",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 14_strangers"),
-    "dead-waiter-of-rails": Mutant(
-        "a dead client that waits for memory gives its place up", "11_rails",
-        """    Report();
-    Freshest(rails).CheckSilence""",
-        """    Report();
-    if (state == State::kWrite) Freshest(rails).CheckSilence""",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
-    "waiting-is-not-silence": Mutant(
-        "the time in which a client waits for its pages is no silence", "14_strangers",
-        "    if (state != State::kWrite) session.endpoint.RestartSilence();\n", "",
-        "test_inside.py test_server_of_strangers and silence"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
         "if (untold.empty()) return;", "return;",
@@ -498,16 +435,6 @@ MUTANTS |= {
         "      visitors.push_back({visitors.front().connect});\n"
         "      visitors.pop_front();\n    }\n    if (untold",
         "test_strangers.py test_line"),
-    "tell-when-full": Mutant(
-        "a server with places left tells those who wait for one, too", "14_strangers",
-        "      line.TellAll();\n",
-        "      if (clients.size() >= kMaxClients) line.TellAll();\n",
-        "test_strict.py test_slow_endpoints"),
-    "line-once": Mutant(
-        "nobody stands in the line twice", "14_strangers",
-        "if (AddressIn(visitor.connect) != AddressIn(connect)) continue;",
-        "continue;",
-        "test_attacks.py test_asking_at_once"),
     "idle": Mutant(
         "a client that does nothing gives its place to those who wait", "8_malloc",
         "if (Clock::now() - worked_at < kIdleLimit) return;", "return;",
@@ -516,25 +443,6 @@ MUTANTS |= {
         "one that does something keeps it", "8_malloc",
         "if (alive.finished > finished) worked_at = Clock::now();", "",
         "test_strangers.py test_idle_clients and 8_malloc"),
-    "refused": Mutant(
-        "a server says what it refuses", "14_strangers",
-        "      session.Refuse(e.what());\n", "",
-        "test_strangers.py test_refused and 14_strangers"),
-    "no-descriptor": Mutant(
-        "a client for whom there is no descriptor keeps its place in the line",
-        "14_strangers",
-        """        clients.emplace_back(domain, num_clients + 1,
-                             line.visitors.front().connect, memory_left);
-        full_until = {};
-        ++num_clients;
-        line.visitors.pop_front();
-""", """        AppConnectMessage connect = line.visitors.front().connect;
-        line.visitors.pop_front();
-        clients.emplace_back(domain, num_clients + 1, connect, memory_left);
-        full_until = {};
-        ++num_clients;
-""",
-        "test_strangers.py test_no_descriptor"),
     "clear": Mutant(
         "a first client finds a table that nobody has touched", "10_lock",
         "if (clients.empty()) memory.Clear();", "",
@@ -543,48 +451,11 @@ MUTANTS |= {
         "a client far back in the queue looks again soon", "10_lock",
         "std::min<uint64_t>(ticket - turn.ticket, kMaxClients)", "(ticket - turn.ticket)",
         "test_strangers.py test_far_back"),
-    "rest": Mutant(
-        "an RdmaOp rests before it is used again", "14_strangers",
-        "while (free_ops.size() < kSpareOps) {", "while (free_ops.empty()) {",
-        "test_strict.py test_receipt_fails and 14_strangers"),
-    "second-report": Mutant(
-        "a second report about a RECV leaves the WRITE in its record alone",
-        "14_strangers",
-        "if ((entry.flags & FI_RECV) &&\n", "if (false &&\n",
-        "test_strict.py test_receipt_fails and 14_strangers"),
     "printable": Mutant(
         "no text turns the direction of a terminal", "12_sleep",
         "c < ' ' || c > '~' ? '?' : c",
         "(c & 0x80) == 0 && (c < ' ' || c > '~') ? '?' : c",
         "test_messages.py test_terrible_texts_of_clients"),
-    "address-size": Mutant(
-        "a length in a message is checked", "14_strangers",
-        "connect.addr_size > sizeof(connect.addr)", "false",
-        "test_messages.py test_at_the_door and 14_strangers"),
-    "early-bye": Mutant(
-        "a BYE may overtake a completion", "14_strangers",
-        "          HandleBye();\n", "",
-        "test_reorder.py test_late_completions and 14_strangers"),
-    "no-nic": Mutant(
-        "a software provider has no NIC", "14_strangers",
-        "if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;", "",
-        "test_programs.py test_data and 14_strangers and shm"),
-    "batch": Mutant(
-        "a batch of completions is finished", "14_strangers",
-        "if (!failure) failure = std::current_exception();", "throw;",
-        "test_failures.py test_callback_that_throws"),
-    "signal-handlers": Mutant(
-        "our signal handlers come before those of shm", "14_strangers",
-        "    if (!g_interrupted) InstallSignalHandlers();\n", "",
-        "test_messages.py test_client_interrupted_at_first_contact and 14_strangers"),
-    "bye-after-an-error": Mutant(
-        "a client that fails says BYE", "14_strangers",
-        "session.SayBye(kContactGrace);", "",
-        "test_failures.py test_client_signals_at_work and 14_strangers"),
-    "memory-for-all": Mutant(
-        "the memory of the server is bounded", "14_strangers",
-        "if (size > memory_left) return;", "",
-        "test_strangers.py test_memory_for_all"),
     "loan": Mutant(
         "the pool gets back what a client had", "8_malloc",
         "for (size_t offset : pieces) pool.allocator.Free(offset);", "",
@@ -603,27 +474,6 @@ MUTANTS |= {
         "if (slot.chunk != chunk || slot.save.valid()) return;",
         "if (slot.save.valid()) return;",
         "test_file.py test_credits"),
-    "handlers-again": Mutant(
-        "a second signal ends the process, also if an endpoint is opened before it",
-        "14_strangers", "if (!g_interrupted) InstallSignalHandlers();",
-        "InstallSignalHandlers();",
-        "test_inside.py test_signal_before_an_endpoint and strangers"),
-    "page-at-a-time": Mutant(
-        "the other clients need not wait until all pages are made", "14_strangers",
-        "if (++made_pages < page_idx.size()) return;",
-        "if (++made_pages < page_idx.size()) return ContinueMakePages();",
-        "test_inside.py test_server_of_strangers and pages"),
-    "progress-piles-up": Mutant(
-        "no PROGRESS follows one that is on its way", "14_strangers",
-        "< kReportPeriod || session.mailbox.unsent > 0) return;",
-        "< kReportPeriod) return;",
-        "test_inside.py test_server_of_strangers and progress"),
-    "buffers-first": Mutant(
-        "an endpoint is closed before the buffers that it uses", "14_strangers",
-        "  Endpoint endpoint;\n", "  Endpoint endpoint;\n  struct Early {\n"
-        "    std::list<Buffer>& bufs;\n    ~Early() { bufs.clear(); }\n"
-        "  } early{bufs};\n",
-        "test_inside.py test_server_of_strangers and close"),
     "ledger-once": Mutant(
         "a ledger that is not the valid one any more is READ again", "10_lock",
         "if (turn.Word() == before.Word()) break;", "break;",
@@ -857,15 +707,6 @@ MUTANTS |= {
         "no entry is written behind the log", "10_lock",
         "if (ticket >= kLogSize) {", "if (ticket > kLogSize) {",
         "test_lock.py test_clients_find"),
-    "fair": Mutant(
-        "a server looks at the other clients after a few WRITEs", "14_strangers",
-        "size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);",
-        "size_t end = total_write_ops;",
-        "test_inside.py test_server_of_strangers and pages"),
-    "longest-page": Mutant(
-        "no WRITE is longer than the provider takes", "14_strangers",
-        "msg.page_size > session.mailbox.domain.info->ep_attr->max_msg_size ||", "",
-        "test_strict.py test_long_pages and 14_strangers"),
     "checksum-last": Mutant(
         "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
         "      file.Write(data, size, slot.chunk * chunk_size);\n"
@@ -887,20 +728,11 @@ MUTANTS |= {
         '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
         "",
         "test_reorder.py test_truncated and 8_malloc"),
-    "random-nonce": Mutant(
-        "nobody guesses a nonce", "14_strangers",
-        "nonce = std::random_device()();",
-        "nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
-        "test_messages.py test_bad_answers and 14_strangers"),
     "crowd-random-nonce": Mutant(
         "nobody guesses a nonce", "13_crowd",
         "server.nonce = std::random_device()();",
         "server.nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
         "test_crowd.py test_lies"),
-    "refusal-arrives": Mutant(
-        "what is refused is heard of, before the endpoint is closed", "14_strangers",
-        "reason);\n    leave_at = Clock::now() + kContactGrace;", "reason);",
-        "test_strict.py test_long_pages and 14_strangers"),
     "sleep-wakes": Mutant(
         "who is woken for something goes on sleeping between", "12_sleep",
         "    domain.empty_wakes = 0;\n    if (ret == -FI_EAVAIL) {",
@@ -914,32 +746,6 @@ MUTANTS |= {
         "an address of another family spoils no address vector", "13_crowd",
         "(internet ? 2 : 0)", "(internet ? 0 : 0)",
         "test_attacks.py test_another_family"),
-    "junk": Mutant(
-        "only a message with the nonce is a sign of life", "14_strangers",
-        "      if (base.nonce != nonce) continue;\n      endpoint.RestartSilence();\n",
-        "      endpoint.RestartSilence();\n      if (base.nonce != nonce) continue;\n",
-        "test_attacks.py test_junk"),
-    "line-forgets": Mutant(
-        "what was told to invented addresses is given up", "14_strangers",
-        "if (endpoint && now > close_at) {", "if (false) {",
-        "test_attacks.py test_invented_addresses_in_line"),
-    "file-limit": Mutant(
-        "connections without a word take up no place", "14_strangers",
-        "  setrlimit(RLIMIT_NOFILE, &limit);\n", "",
-        "test_attacks.py test_idle_connections"),
-    "connections-soon": Mutant(
-        "connections without a word are accepted soon", "14_strangers",
-        '  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);\n', "",
-        "test_attacks.py test_idle_connections"),
-    "descriptors": Mutant(
-        "no file of libfabric's is standard error", "14_strangers",
-        'if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);', "(void)fd;",
-        "test_attacks.py test_closed_descriptors"),
-    "crowd-nobody": Mutant(
-        "a server soon forgets those who are not there", "13_crowd",
-        "silence > kSilenceLimit && client.peer.Unsent() > 0 &&",
-        "silence > 1h && client.peer.Unsent() > 0 &&",
-        "test_attacks.py test_invented_addresses_of_a_crowd"),
     "many-wakes": Mutant(
         "many new connections are accepted soon", "12_sleep",
         "if (++domain.empty_wakes > kManyWakes) {",
@@ -961,22 +767,6 @@ MUTANTS |= {
 
 # Made by somebody who had not seen the tests.
 MUTANTS |= {
-    "line-latest": Mutant(
-        "of several CONNECTs of a client in line, the last one counts", "14_strangers",
-        "      visitor.connect = connect;\n",
-        "",
-        "test_attacks.py test_asking_at_once"),
-    "no-contact-after-a-signal": Mutant(
-        "after a signal nobody is contacted for the first time", "14_strangers",
-        "    CheckInterrupted();\n"
-        "    SendAddress(AppMessageType::kConnect);",
-        "    SendAddress(AppMessageType::kConnect);",
-        "test_strict.py test_interrupted_before_first_contact and 14_strangers"),
-    "two-in-flight": Mutant(
-        "of the largest pages, two are in flight", "14_strangers",
-        "std::max<size_t>(kMaxOutstandingBytes / page_size, 2)",
-        "std::max<size_t>(kMaxOutstandingBytes / page_size, 1)",
-        "test_inside.py test_server_of_strangers and large"),
     "no-zero-byte": Mutant(
         "a text ends with its field, even without a zero byte", "8_malloc",
         "    reply.error[sizeof(reply.error) - 1] = 0;\n",
@@ -1203,13 +993,177 @@ MUTANTS |= {
         "fi_mr_desc(op->buf->mrs.at(&domain));",
         "fi_mr_desc(op->buf->mrs.begin()->second);",
         "test_strict.py test_rules and 11_rails and not gpu"),
-    "strict-receipt": Mutant(
-        "an error of an operation that is not in flight is nobody's", "14_strangers",
-        "    if (!op->in_flight) return;\n", "",
-        "test_strict.py test_receipt_fails and 14_strangers"),
+}
+
+# The defences of 14_strangers.
+MUTANTS |= {
+    "nonce": Mutant(
+        "a message of a stranger ends no conversation", "14_strangers",
+        "if (peer != FI_ADDR_UNSPEC && message.header.nonce != nonce) return;", "",
+        "test_strangers.py test_byes_of_strangers and 14_strangers"),
+    "too-long": Mutant(
+        "nor does one that is too long", "14_strangers",
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "    op.Check();\n    if (op.len < sizeof(Header)) return;\n",
+        "test_messages.py test_too_long and 14_strangers"),
+    "nonce-guessed": Mutant(
+        "nobody guesses a nonce", "14_strangers",
+        "nonce = domain.random();", "nonce = uint32_t(time(nullptr));",
+        "test_messages.py test_bad_answers and 14_strangers"),
+    "sign-of-life": Mutant(
+        "only a message with the nonce is a sign of life", "14_strangers",
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "    heard_at = Clock::now();\n"
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "test_attacks.py test_junk_to_the_place"),
+    "refuse": Mutant(
+        "a server says what it refuses", "14_strangers",
+        "      session.Send(AppMessageType::kRefused, e.what());\n", "",
+        "test_strangers.py test_refused and 14_strangers"),
+    "refuse-leaves": Mutant(
+        "what is refused is heard of, before the endpoint is closed", "14_strangers",
+        "return done && (session.HasSent() || Clock::now() > leave_at);", "return done;",
+        "test_strict.py test_late_refusal"),
+    "refuse-ends": Mutant(
+        "one that is refused and gone is not waited for", "14_strangers",
+        "leave_at = Clock::now() + kLeaveGrace;", "leave_at = Clock::now() + 1h;",
+        "test_attacks.py test_refused_and_gone"),
+    "printable": Mutant(
+        "a terminal does not obey a reason", "14_strangers",
+        "\"refused: \" + Printable(message.body)", "\"refused: \" + message.body",
+        "test_messages.py test_terrible_texts_of_servers and 14_strangers"),
+    "printable-delete": Mutant(
+        "nor what is beyond ASCII in it", "14_strangers",
+        "c < ' ' || c > '~' ? '?' : c", "c == 0x7f ? '?' : c",
+        "test_messages.py test_terrible_texts_of_servers and 14_strangers"),
+    **{f"request-{what}": Mutant(
+        f"the server checks a request: {what}", "14_strangers", old, new,
+        "test_messages.py test_in_a_session and 14_strangers")
+       for what, old, new in [
+           ("size", "if (page_size == 0 || page_size > kMaxPageSize) {",
+            "if (page_size == 0) {"),
+           ("pages", "page_idx.empty() || page_idx.size() > kMaxTransfer / page_size",
+            "page_idx.empty()"),
+           ("index", "if (largest >= request.size / page_size) {",
+            "if (largest > request.size / page_size) {"),
+           ("repeat", "request.total_repeat == 0 || request.total_repeat > kMaxRepeat",
+            "request.total_repeat == 0"),
+           ("number", "    if (request.imm_data == 0) throw BadMessage(\"no number\");\n",
+            ""),
+           ("short", "    if (body.size() < sizeof(request)) "
+                     "throw BadMessage(\"a short request\");\n", "")]},
+    "request-twice": Mutant(
+        "a client asks once", "14_strangers",
+        "    if (!page_idx.empty()) throw BadMessage(\"a second request\");\n", "",
+        "test_messages.py test_second_request and 14_strangers"),
+    "wait": Mutant(
+        "those who wait are told", "14_strangers",
+        "kSilenceLimit || Tell(visitor);", "kSilenceLimit;",
+        "test_attacks.py test_another_family"),
+    "wait-again": Mutant(
+        "one who is told to wait asks again", "14_strangers",
+        "answer.header.type == AppMessageType::kWait;) {",
+        "asked == 0 && answer.header.type == AppMessageType::kWait;) {",
+        "test_attacks.py test_another_family"),
+    "wait-forgets": Mutant(
+        "one who is told is forgotten", "14_strangers",
+        "    return fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.contact) !=\n"
+        "           -FI_EAGAIN;\n",
+        "    fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.contact);\n"
+        "    return false;\n",
+        "test_inside.py test_server_of_strangers and line"),
+    "wait-second": Mutant(
+        "only those whose second is not over have a place in line", "14_strangers",
+        "[&](const Visitor& v) { return now < v.tell_at; }",
+        "[](const Visitor&) { return true; }",
+        "test_inside.py test_server_of_strangers and line"),
+    "wait-many": Mutant(
+        "a line is not longer than a thousand", "14_strangers",
+        "          visitors.size() < kMaxWaiting) {", "          true) {",
+        "test_attacks.py test_long_line"),
+    "wait-junk": Mutant(
+        "a server that is full keeps no message that is none", "14_strangers",
+        "      line.AddAll();\n", "      if (clients.size() < kMaxClients) line.AddAll();\n",
+        "test_attacks.py test_full_and_filled"),
+    "wait-failed": Mutant(
+        "one for whom there is no endpoint is told to ask again", "14_strangers",
+        "        first->tell_at = Clock::now();\n",
+        "        first->tell_at = Clock::now() - 1h;\n",
+        "test_attacks.py test_no_descriptor"),
+    "wait-dead-endpoint": Mutant(
+        "one that was told and is gone costs nobody anything", "14_strangers",
+        "      endpoint->PollCompletion();\n    } catch (const std::runtime_error&) {",
+        "      endpoint->PollCompletion();\n    } catch (const std::logic_error&) {",
+        "test_attacks.py test_nowhere_in_line"),
+    "aside-closed": Mutant(
+        "what was told to invented addresses is given up", "14_strangers",
+        "    if (endpoint && now > tell_until + kTellGrace) {", "    if (endpoint && false) {",
+        "test_attacks.py test_invented_addresses_in_line"),
+    "aside-contacts": Mutant(
+        "an endpoint tells no more than it has room for", "14_strangers",
+        "      if (num_contacts == kMaxContacts) return false;", "",
+        "test_inside.py test_server_of_strangers and renew"),
+    "aside-full": Mutant(
+        "one that is full is closed sooner", "14_strangers",
+        "        tell_until = Clock::now() + kTellGrace;\n", "",
+        "test_inside.py test_server_of_strangers and renew"),
+    "family": Mutant(
+        "an address of another family gets into no address vector", "14_strangers",
+        "size_t same = internet ? 2 : 0;", "size_t same = internet ? 0 : 0;",
+        "test_attacks.py test_another_family"),
+    "family-size": Mutant(
+        "an address is as long as ours", "14_strangers",
+        "    return address.size() == addr.size() &&\n           address.compare",
+        "    return address.compare",
+        "test_messages.py test_impossible_addresses and 14_strangers"),
+    "one-a-round": Mutant(
+        "a server looks at its clients between two endpoints", "14_strangers",
+        "        line.visitors.erase(first);\n",
+        "        line.visitors.erase(first);\n"
+        "        while (clients.size() < kMaxClients && !line.visitors.empty()) {\n"
+        "          first = line.visitors.begin();\n"
+        "          clients.emplace_back(domain, ++num_clients, first->addr,\n"
+        "                               first->nonce, memory_left);\n"
+        "          line.visitors.erase(first);\n"
+        "        }\n",
+        "test_watch.py test_one_endpoint_a_round and 14_strangers"),
+    "budget": Mutant(
+        "the memory of the server is bounded", "14_strangers",
+        "      if (size > memory_left) return;\n", "",
+        "test_attacks.py test_waiting_is_not_silence"),
+    "budget-returns": Mutant(
+        "what a client had goes to the next one", "14_strangers",
+        "    if (source) memory_left += source->size;\n", "",
+        "test_attacks.py test_killed_while_it_waits"),
+    "page-a-round": Mutant(
+        "the other clients need not wait until all pages are made", "14_strangers",
+        "      if (made_pages < page_idx.size()) MakeNextPage();\n",
+        "      while (made_pages < page_idx.size()) {\n"
+        "        MakeNextPage();\n        if (!source) break;\n      }\n",
+        "test_inside.py test_server_of_strangers and pages"),
+    "waiting": Mutant(
+        "the time in which a client waits for memory is no silence", "14_strangers",
+        "      session.heard_at = Clock::now();\n    }\n    session.Send",
+        "    }\n    session.Send",
+        "test_attacks.py test_waiting_is_not_silence"),
+    "waiting-dead": Mutant(
+        "a dead client that waits for memory gives its place up", "14_strangers",
+        "    if (!session.HasSent()) return;\n    reported_at = Clock::now();\n", 
+        "    reported_at = Clock::now();\n",
+        "test_attacks.py test_killed_while_it_waits and tcp"),
+    "descriptors": Mutant(
+        "connections without a word take up no place", "14_strangers",
+        "  RaiseFileLimit();\n", "", "test_attacks.py test_idle_connections"),
+    "descriptors-soon": Mutant(
+        "connections without a word are accepted soon", "14_strangers",
+        "  setenv(\"FI_OFI_RXM_CM_PROGRESS_INTERVAL\", \"1000\", 0);\n", "",
+        "test_attacks.py test_idle_connections"),
+    "descriptors-closed": Mutant(
+        "no file of libfabric's is standard error", "14_strangers",
+        "  TakeStandardFiles();\n", "", "test_attacks.py test_closed_descriptors"),
 }
 # Helpers that contain the code of a program, by a word in the names of their tests.
-HELPERS = {("callback", "14_strangers"): "callbacks", ("inside", "7_queue"): "inside_queue",
+HELPERS = {("inside", "7_queue"): "inside_queue",
            ("inside", "14_strangers"): "inside_strangers",
            ("inside", "10_lock"): "inside_lock"}
 

@@ -27,7 +27,8 @@ SHORT = "4096", "10", "1"
 SILENCE = 10  # seconds without a sign of life, then the programs give up
 PLACES = 8  # for clients of a server
 # Its server bears the silence of those who have their places.
-PATIENT = variant(STRANGERS, ('CheckSilence(session.heard_at, "waiting for the client");', ""))
+PATIENT_CHECK = 'CheckSilence(session.heard_at, "waiting for the client");', ""
+PATIENT = variant(STRANGERS, PATIENT_CHECK)
 JUNK = b"Z" * 24
 
 
@@ -358,4 +359,53 @@ def test_request_of_a_stranger(run, serve):
     client.process.write("wait")  # its provider takes part in the WRITEs
     client.expect("Received RandomFill")
     assert not server.errors()
+    server.stop()
+
+
+def test_refused_and_gone(run, serve):
+    """Those who do not take the reason for which they are refused lose their places all the
+    same, and soon."""
+    server = serve(STRANGERS, "tcp")
+    client = FakeClient(run, server)
+    for place in take_places(client):
+        client.nonce, address = place
+        client.peer(address)
+        client.send(base(99))
+    server.process.wait_for("error: bad message: type 99", count=PLACES)
+    began = time.monotonic()
+    server.check_client(*SHORT)
+    assert time.monotonic() - began < SILENCE * TIME_FACTOR
+    server.stop()
+
+
+SHORT_LINE = variant(STRANGERS, PATIENT_CHECK, ("kMaxWaiting = 1000", "kMaxWaiting = 4"))
+
+
+@pytest.mark.long
+def test_long_line(run):
+    """Of those who come together, only so many stand in line. The others hear nothing."""
+    server = Server(run, SHORT_LINE(), STRANGERS, "tcp")
+    take_places(FakeClient(run, server))
+    client = FakeClient(run, server)
+    client.send(b"")  # so that it is connected
+    server.process.signal(signal.SIGSTOP)
+    for _ in range(8):
+        client.nonce = new_nonce()
+        client.send(client.connect())
+    server.process.signal(signal.SIGCONT)
+    for _ in range(4):
+        assert type_and_nonce(client.receive_any())[0] == WAIT
+    client.process.write("wait")
+    time.sleep(3)
+    assert client.process.output.count("\nreceived ") == 4
+    server.stop()
+
+
+def test_closed_descriptors(serve):
+    """Without standard input and error, no file of libfabric's takes their numbers, in
+    which the server's lines would end."""
+    server = serve(STRANGERS, "tcp", wrapper=["sh", "-c", 'exec "$0" "$@" <&- 2>&-'])
+    folder = f"/proc/{server.process.popen.pid}/fd"
+    assert {os.readlink(f"{folder}/{number}") for number in (0, 2)} == {"/dev/null"}
+    server.check_client(*SHORT)
     server.stop()

@@ -11,7 +11,7 @@ import subprocess
 import pytest
 
 from harness import BUILD, OVER_VERBS, PROGRAMS, Server, shares
-from repository import ROOT
+from repository import ROOT, variant
 from table import FORMER
 
 pytestmark = pytest.mark.skipif(
@@ -236,6 +236,21 @@ def test_long_pages(strict, program):
     assert client.wait() == 1
     assert "error: the server has refused: bad message: the server has no room for 1 " \
         "pages of 16384 bytes\n" in client.output
+    server.stop()
+    check_rules(client, server.process)
+
+
+LITTLE = variant("14_strangers", ("kMaxTransfer = 512 << 20", "kMaxTransfer = 1 << 20"))
+
+
+def test_late_refusal(run, strict):
+    """A server has less memory than its client may ask for. The client hears so, however
+    late this message starts."""
+    server = strict("14_strangers", "shm", LITTLE(), STRICT_DELAY_US="300000")
+    client = run([f"{BUILD}/14_strangers", server.address, "65536", "100", "1"], "shm",
+                 **{**server.env, "STRICT_DELAY_US": "0"})
+    assert client.wait() == 1
+    assert "error: refused: bad message: 100 pages\n" in client.output
     server.stop()
     check_rules(client, server.process)
 

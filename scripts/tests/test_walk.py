@@ -728,8 +728,8 @@ SHORT = "4096", "10", "1"
 @pytest.fixture
 def attack(run):
     """Starts an attack of scripts/stranger: attack("greet", server.address)."""
-    return lambda *args: run([f"{ROOT}/scripts/stranger", *map(str, args)], BUILD=f"{ROOT}/{BUILD}",
-                             CXXFLAGS="-O0")
+    return lambda *args: run([f"{ROOT}/scripts/stranger", *map(str, args)],
+                             BUILD=f"{ROOT}/{BUILD}", CXXFLAGS="-O0")
 
 
 def descriptors(server):

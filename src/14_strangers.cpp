@@ -918,6 +918,7 @@ struct ServedClient {
     }
     auto page = MakePage(page_size, request.seed + made_pages);
     source->Copy(&source->data[made_pages * page_size], page.data(), page_size);
+    session.heard_at = Clock::now();  // our work is not the client's silence
     if (++made_pages == page_idx.size()) write_start_at = Clock::now();
   }
 

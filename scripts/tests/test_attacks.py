@@ -290,7 +290,8 @@ def test_no_descriptor(serve):
     server.stop()
 
 
-IMPATIENT = variant(STRANGERS, ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
+LITTLE = "kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"
+IMPATIENT = variant(STRANGERS, LITTLE, ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
 
 
 @pytest.mark.long
@@ -299,7 +300,7 @@ def test_waiting_is_not_silence(run):
     the limit, which is 3 s here. Seven others wait for memory, and ten for an ACCEPT: more
     than the listener has RECVs."""
     server = Server(run, IMPATIENT(), STRANGERS)
-    greedy = server.start_client(str(1 << 20), "512", "1000000")
+    greedy = server.start_client("65536", "64", "1000000")
     server.process.wait_for(r"^\[1\] .*WRITE: ")
     waiting = [server.start_client(*SHORT) for _ in range(7)]
     server.process.wait_for("Received RandomFill", count=8)
@@ -318,7 +319,7 @@ def test_waiting_is_not_silence(run):
     server.stop()
 
 
-LITTLE_MEMORY = variant(STRANGERS, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"))
+LITTLE_MEMORY = variant(STRANGERS, LITTLE)
 
 
 @pytest.mark.long

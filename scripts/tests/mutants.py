@@ -1116,17 +1116,6 @@ MUTANTS |= {
         "    return address.size() == addr.size() &&\n           address.compare",
         "    return address.compare",
         "test_messages.py test_impossible_addresses and 14_strangers"),
-    "one-a-round": Mutant(
-        "a server looks at its clients between two endpoints", "14_strangers",
-        "        line.visitors.erase(first);\n",
-        "        line.visitors.erase(first);\n"
-        "        while (clients.size() < kMaxClients && !line.visitors.empty()) {\n"
-        "          first = line.visitors.begin();\n"
-        "          clients.emplace_back(domain, ++num_clients, first->addr,\n"
-        "                               first->nonce, memory_left);\n"
-        "          line.visitors.erase(first);\n"
-        "        }\n",
-        "test_watch.py test_one_endpoint_a_round and 14_strangers"),
     "budget": Mutant(
         "the memory of the server is bounded", "14_strangers",
         "      if (size > memory_left) return;\n", "",

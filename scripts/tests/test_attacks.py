@@ -367,10 +367,10 @@ def test_refused_and_gone(run, serve):
     """Those who do not take the reason for which they are refused lose their places all the
     same, and soon."""
     server = serve(STRANGERS, "tcp")
-    client = FakeClient(run, server)
-    for place in take_places(client):
-        client.nonce, address = place
-        client.peer(address)
+    clients = [FakeClient(run, server) for _ in range(PLACES)]
+    for client in clients:
+        client.open_session()
+    for client in clients:  # none of which looks at what comes then
         client.send(base(99))
     server.process.wait_for("error: bad message: type 99", count=PLACES)
     began = time.monotonic()

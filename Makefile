@@ -137,7 +137,7 @@ $(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
 	@python3 scripts/moves/moves.py state $* $@
 
 # Not programs of the tutorial: the tests use `sender` to send what no program of
-# the tutorial would, `allocator`, `callbacks` and `inside_*` try parts of 7_queue,
+# the tutorial would, `allocator` and `inside_*` try parts of 7_queue,
 # 8_malloc, 10_lock and 14_strangers, `reorder.so` and `strict.so` stand in for
 # networks that are not here, and the benchmark compares 7_queue with `bench_loop`.
 # scripts/test.sh has TOOL_CXXFLAGS, because the optimizer takes longer than most of them
@@ -145,13 +145,12 @@ $(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
 TOOL_CXXFLAGS ?= $(CXXFLAGS)
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
-$(BUILD)/callbacks: scripts/tests/callbacks.cpp src/14_strangers.cpp
 $(BUILD)/inside_queue: scripts/tests/inside_queue.cpp src/7_queue.cpp
 $(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
 $(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp src/14_strangers.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
 $(BUILD)/bench_loop: TOOL_CXXFLAGS = $(CXXFLAGS)
-$(BUILD)/sender $(BUILD)/allocator $(BUILD)/callbacks $(BUILD)/inside_queue \
+$(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue \
   $(BUILD)/inside_lock $(BUILD)/inside_strangers $(BUILD)/bench_loop: $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
 	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)

@@ -65,7 +65,7 @@ wait
 # A program of somebody's own is no matter of the tests, and may be half done.
 export TOOL_CXXFLAGS="-O0$(include_headers build)"
 export STAND_IN_CXXFLAGS=$TOOL_CXXFLAGS
-make -j2 all OWN= build/sender build/allocator build/callbacks build/inside_queue \
+make -j2 all OWN= build/sender build/allocator build/inside_queue \
   build/inside_lock build/inside_strangers build/bench_loop build/reorder.so build/watch.so build/races \
   stand-ins
 sanitize+=$(include_headers build/sanitized)

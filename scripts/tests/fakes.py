@@ -36,6 +36,7 @@ class FakeClient:
 
     def __init__(self, run, server):
         self.server = server
+        self.program = server.program
         self.number = None
         self.session = None  # the address of the endpoint that serves this client
         self.process = run([f"{BUILD}/sender", server.address],
@@ -108,7 +109,17 @@ class FakeClient:
         """A CONNECT or an ACCEPT."""
         if self.nonce is None:
             return plain(type_) + address
+        if self.program == "14_strangers":
+            return base(type_, self.nonce) + address
         return address_message(type_, address, addr_size, nonce=self.nonce)
+
+    def address_in(self, message):
+        """The nonce and the address in a CONNECT or an ACCEPT."""
+        if not TABLE[self.program].guarded:
+            return None, message[4:].hex()
+        if self.program == "14_strangers":
+            return type_and_nonce(message)[1], message[8:].hex()
+        return read_address(message)
 
     def connect(self, address=None, addr_size=None):
         """A CONNECT, by default with our own address."""
@@ -130,7 +141,7 @@ class FakeClient:
         self.number = self.server.process.wait_for(
             r"^\[(\d+)\] Received CONNECT .* " + self.address.hex() + r"( on \S+)?$",
             after=already)[1]
-        self.session = accept[4:].hex() if self.nonce is None else read_address(accept)[1]
+        self.session = self.address_in(accept)[1]
         self.peer(self.session)
 
     def memory(self):
@@ -169,8 +180,7 @@ class FakeServer(FakeClient):
         """Takes the CONNECT."""
         connect = self.receive_any()
         assert type_of(connect) == CONNECT
-        self.nonce, self.client_address = read_address(connect) \
-            if TABLE[self.program].guarded else (None, connect[4:].hex())
+        self.nonce, self.client_address = self.address_in(connect)
         self.peer(self.client_address)
 
     def accept(self, address=None, addr_size=None):

@@ -78,6 +78,9 @@ GUARDED = {
 FORMATS = {
     **{name: (type_, [("nonce", "I"), *fields])
        for name, (type_, fields) in GUARDED.items()},
+    "CONNECT of 14_strangers": (CONNECT, [("nonce", "I"), ("addr", "bytes")]),
+    "RANDOM_FILL of 14_strangers": (RANDOM_FILL, [
+        ("nonce", "I"), *PLAIN_FILL, ("total_repeat", "Q"), ("page_idx", "numbers")]),
     "plain CONNECT": (CONNECT, [("addr", "bytes")]),
     "plain BYE": (BYE, []),
     "plain TEXT": (TEXT, [("text", "bytes")]),
@@ -241,7 +244,7 @@ SESSIONS = {
     "11_rails": functools.partial(session_of_fills, "RANDOM_FILL"),
     "12_sleep": functools.partial(session_of_texts, "TEXT"),
     "13_crowd": session_of_a_crowd,
-    "14_strangers": functools.partial(session_of_fills, "RANDOM_FILL"),
+    "14_strangers": functools.partial(session_of_fills, "RANDOM_FILL of 14_strangers"),
 }
 
 
@@ -266,6 +269,7 @@ class Sender:
             stderr=subprocess.DEVNULL)
         self.address = bytes.fromhex(self.answer().split()[1])
         self.plain = server.program in PLAIN
+        self.strange = server.program == "14_strangers"  # an address has no size there
         self.nonce = 0  # of its session
 
     def answer(self):
@@ -303,6 +307,8 @@ class Sender:
         address = address or self.address
         if self.plain:
             return Message("plain CONNECT", addr=address)
+        if self.strange:
+            return Message("CONNECT of 14_strangers", nonce=self.nonce, addr=address)
         return Message("CONNECT", nonce=self.nonce, addr_size=len(address), addr=address)
 
     def bye(self):
@@ -315,7 +321,7 @@ class Sender:
             if self.plain and message[:4] == struct.pack("<I", ACCEPT):
                 return message[4:].hex()
             if message[:8] == base(ACCEPT, self.nonce):
-                return read_address(message)[1]
+                return message[8:].hex() if self.strange else read_address(message)[1]
             if message[:8] == base(WAIT, self.nonce):
                 time.sleep(1)
                 self.send(self.connect().pack())
@@ -469,7 +475,7 @@ class Fuzzer:
             elif b"shm" not in sender.address:
                 dead = sender.address
             return sender.connect(dead).in_session(rng.randrange(1, 2**32)).pack()
-        return message[:3] if sender.plain else message[:-1]
+        return message[:3] if sender.plain or sender.strange else message[:-1]
 
     @staticmethod
     def looks_good(sender, message):
@@ -477,6 +483,10 @@ class Fuzzer:
         which it can try to send."""
         if sender.plain:
             return message[:4] == struct.pack("<I", CONNECT) and len(message) <= LONGEST
+        if sender.strange:
+            return message[:4] == struct.pack("<I", CONNECT) and (
+                len(message) == 8 + len(sender.address) or
+                b"shm" in sender.address and 8 < len(message) <= LONGEST)
         if len(message) != 268 or message[:4] != struct.pack("<I", CONNECT):
             return False
         (size,) = struct.unpack_from("<I", message, 8)
@@ -489,6 +499,8 @@ class Fuzzer:
         if sender.plain:  # what is missing is zeros to it, and what is too much nothing
             return self.looks_good(sender, message) and \
                 message[4:4 + size].ljust(size, b"\0") == sender.address
+        if sender.strange:
+            return self.looks_good(sender, message) and message[8:] == sender.address
         return self.looks_good(sender, message) and message[8:12 + size] == (
             struct.pack("<I", size) + sender.address)
 

@@ -68,16 +68,21 @@ def fill_repeatedly(*args, repeat=1, **kwargs):
     return fill(*args, repeat=repeat, **kwargs)
 
 
-def read_fill(message):
+def nonce_fill(*args, **kwargs):
+    """A RANDOM_FILL of 14_strangers."""
+    return base(RANDOM_FILL) + fill_repeatedly(*args, **kwargs)[len(plain(0)):]
+
+
+def read_fill(message, begin=plain(0)):
     """Returns the address, the key and the number in a RANDOM_FILL of 6_write or
-    7_queue."""
-    addr, _, key, _, _, imm_data = struct.unpack_from("<4Q2I", message, len(plain(0)))
+    7_queue, or, after another beginning, of 14_strangers."""
+    addr, _, key, _, _, imm_data = struct.unpack_from("<4Q2I", message, len(begin))
     return addr, key, imm_data
 
 
 def guarded_fill(page_size=4096, indices=(0, 1), num_pages=None, imm_data=7, repeat=1,
                  addr=0, size=1 << 20, rkey=1):
-    """A RANDOM_FILL of 14_strangers and 11_rails."""
+    """A RANDOM_FILL of 11_rails."""
     return base(RANDOM_FILL) + struct.pack(
         "<2I6Q", imm_data, len(indices) if num_pages is None else num_pages, addr, size,
         rkey, 42, page_size, repeat) + struct.pack(f"<{len(indices)}I", *indices)

@@ -405,55 +405,15 @@ MUTANTS |= {
         "~Seat() { memory.free_seats.insert(seat); }",
         "~Seat() { memory.free_seats.insert(0); }",
         "test_lock.py test_seats"),
-    "other-second-signal": Mutant(
-        "a second signal ends the process, of whatever kind it is", "14_strangers",
-        "{SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);",
-        "{SIGINT}) signal(signum, SIG_DFL);",
-        "test_failures.py test_second_signal"),
-    "locked-memory": Mutant(
-        "an error about memory names `ulimit -l`", "14_strangers",
-        "if (error == FI_ENOMEM) {", "if (error == -1) {",
-        "test_failures.py test_locked_memory and 14_strangers"),
     "control-characters": Mutant(
         "a terminal does not obey a text from the other side", "12_sleep",
         "c < ' ' || c > '~' ? '?' : c", "c == 0x7f ? '?' : c",
         "test_messages.py test_terrible_texts_of_clients"),
-    "pipe": Mutant(
-        "nobody who reads our output ends us", "14_strangers",
-        "signal(SIGPIPE, SIG_IGN);", "",
-        "test_failures.py test_nobody_reads and 14_strangers"),
     "key": Mutant(
         "nobody guesses a key", "8_malloc",
         "uint64_t key = uint64_t{random()} << 32 | random();",
         "static uint64_t key = random() % 1; ++key;",
         "test_strangers.py test_memory_of_a_server and 8_malloc"),
-    "nonce": Mutant(
-        "a message of a stranger ends no conversation", "14_strangers",
-        "      if (base.nonce != nonce) continue;\n", "",
-        "test_strangers.py test_byes_of_strangers and 14_strangers"),
-    "too-long": Mutant(
-        "nor does one that is too long", "14_strangers",
-        "      } catch (const std::runtime_error&) {\n        continue;\n",
-        "      } catch (const std::logic_error&) {\n        continue;\n",
-        "test_strangers.py test_byes_of_strangers and 14_strangers"),
-    "junk-at-the-door": Mutant(
-        "bad messages keep nobody out", "14_strangers",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::exception& e) {\n",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::logic_error& e) {\n",
-        "test_attacks.py test_junk_at_the_door and 14_strangers"),
-    "junk-before-a-connect": Mutant(
-        "nobody sleeps while there are messages in hand", "12_sleep",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::exception& e) {\n",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::logic_error& e) {\n",
-        "test_attacks.py test_junk_before_a_connect"),
-    "answers-that-nobody-takes": Mutant(
-        "they do not pile up", "12_sleep",
-        "    if (session.mailbox.unsent >= kRecvCount) {\n", "    if (false) {\n",
-        "test_attacks.py test_answers_that_nobody_takes"),
     "number-of-another": Mutant(
         "only a client itself says which of its chunks have arrived", "9_file",
         "return chunk ^ (nonce | 1u << 31);", "return chunk ^ 1u << 31;",
@@ -467,29 +427,6 @@ MUTANTS |= {
         "return checksum == (version == 0 ? 0 : Checksum());",
         "return version == 0 || checksum == Checksum();",
         "test_inside.py test_ledger_that_changes"),
-    "dead-in-line": Mutant(
-        "a client that dies while it waits for memory is given up", "11_rails",
-        "if (rail.outstanding == 0 && endpoint.HasRoom()) endpoint",
-        "if (rail.outstanding == 0) endpoint",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
-    "dead-waiter": Mutant(
-        "a dead client that waits for memory gives its place up", "14_strangers",
-        """    Report();
-    session.endpoint.CheckSilence""",
-        """    Report();
-    if (state == State::kWrite) session.endpoint.CheckSilence""",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 14_strangers"),
-    "dead-waiter-of-rails": Mutant(
-        "a dead client that waits for memory gives its place up", "11_rails",
-        """    Report();
-    Freshest(rails).CheckSilence""",
-        """    Report();
-    if (state == State::kWrite) Freshest(rails).CheckSilence""",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
-    "waiting-is-not-silence": Mutant(
-        "the time in which a client waits for its pages is no silence", "14_strangers",
-        "    if (state != State::kWrite) session.endpoint.RestartSilence();\n", "",
-        "test_inside.py test_server_of_strangers and silence"),
     "told": Mutant(
         "who waits is told so", "8_malloc",
         "if (untold.empty()) return;", "return;",
@@ -500,16 +437,6 @@ MUTANTS |= {
         "      visitors.push_back({visitors.front().connect});\n"
         "      visitors.pop_front();\n    }\n    if (untold",
         "test_strangers.py test_line"),
-    "tell-when-full": Mutant(
-        "a server with places left tells those who wait for one, too", "14_strangers",
-        "      line.TellAll();\n",
-        "      if (clients.size() >= kMaxClients) line.TellAll();\n",
-        "test_strict.py test_slow_endpoints"),
-    "line-once": Mutant(
-        "nobody stands in the line twice", "14_strangers",
-        "if (AddressIn(visitor.connect) != AddressIn(connect)) continue;",
-        "continue;",
-        "test_attacks.py test_asking_at_once"),
     "idle": Mutant(
         "a client that does nothing gives its place to those who wait", "8_malloc",
         "if (Clock::now() - worked_at < kIdleLimit) return;", "return;",
@@ -518,25 +445,6 @@ MUTANTS |= {
         "one that does something keeps it", "8_malloc",
         "if (alive.finished > finished) worked_at = Clock::now();", "",
         "test_strangers.py test_idle_clients and 8_malloc"),
-    "refused": Mutant(
-        "a server says what it refuses", "14_strangers",
-        "      session.Refuse(e.what());\n", "",
-        "test_strangers.py test_refused and 14_strangers"),
-    "no-descriptor": Mutant(
-        "a client for whom there is no descriptor keeps its place in the line",
-        "14_strangers",
-        """        clients.emplace_back(domain, num_clients + 1,
-                             line.visitors.front().connect, memory_left);
-        full_until = {};
-        ++num_clients;
-        line.visitors.pop_front();
-""", """        AppConnectMessage connect = line.visitors.front().connect;
-        line.visitors.pop_front();
-        clients.emplace_back(domain, num_clients + 1, connect, memory_left);
-        full_until = {};
-        ++num_clients;
-""",
-        "test_strangers.py test_no_descriptor"),
     "clear": Mutant(
         "a first client finds a table that nobody has touched", "10_lock",
         "if (clients.empty()) memory.Clear();", "",
@@ -545,48 +453,11 @@ MUTANTS |= {
         "a client far back in the queue looks again soon", "10_lock",
         "std::min<uint64_t>(ticket - turn.ticket, kMaxClients)", "(ticket - turn.ticket)",
         "test_strangers.py test_far_back"),
-    "rest": Mutant(
-        "an RdmaOp rests before it is used again", "14_strangers",
-        "while (free_ops.size() < kSpareOps) {", "while (free_ops.empty()) {",
-        "test_strict.py test_receipt_fails and 14_strangers"),
-    "second-report": Mutant(
-        "a second report about a RECV leaves the WRITE in its record alone",
-        "14_strangers",
-        "if ((entry.flags & FI_RECV) &&\n", "if (false &&\n",
-        "test_strict.py test_receipt_fails and 14_strangers"),
     "printable": Mutant(
         "no text turns the direction of a terminal", "12_sleep",
         "c < ' ' || c > '~' ? '?' : c",
         "(c & 0x80) == 0 && (c < ' ' || c > '~') ? '?' : c",
         "test_messages.py test_terrible_texts_of_clients"),
-    "address-size": Mutant(
-        "a length in a message is checked", "14_strangers",
-        "connect.addr_size > sizeof(connect.addr)", "false",
-        "test_messages.py test_at_the_door and 14_strangers"),
-    "early-bye": Mutant(
-        "a BYE may overtake a completion", "14_strangers",
-        "          HandleBye();\n", "",
-        "test_reorder.py test_late_completions and 14_strangers"),
-    "no-nic": Mutant(
-        "a software provider has no NIC", "14_strangers",
-        "if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;", "",
-        "test_programs.py test_data and 14_strangers and shm"),
-    "batch": Mutant(
-        "a batch of completions is finished", "14_strangers",
-        "if (!failure) failure = std::current_exception();", "throw;",
-        "test_failures.py test_callback_that_throws"),
-    "signal-handlers": Mutant(
-        "our signal handlers come before those of shm", "14_strangers",
-        "    if (!g_interrupted) InstallSignalHandlers();\n", "",
-        "test_messages.py test_client_interrupted_at_first_contact and 14_strangers"),
-    "bye-after-an-error": Mutant(
-        "a client that fails says BYE", "14_strangers",
-        "session.SayBye(kContactGrace);", "",
-        "test_failures.py test_client_signals_at_work and 14_strangers"),
-    "memory-for-all": Mutant(
-        "the memory of the server is bounded", "14_strangers",
-        "if (size > memory_left) return;", "",
-        "test_strangers.py test_memory_for_all"),
     "loan": Mutant(
         "the pool gets back what a client had", "8_malloc",
         "for (size_t offset : pieces) pool.allocator.Free(offset);", "",
@@ -605,27 +476,6 @@ MUTANTS |= {
         "if (slot.chunk != chunk || slot.save.valid()) return;",
         "if (slot.save.valid()) return;",
         "test_file.py test_credits"),
-    "handlers-again": Mutant(
-        "a second signal ends the process, also if an endpoint is opened before it",
-        "14_strangers", "if (!g_interrupted) InstallSignalHandlers();",
-        "InstallSignalHandlers();",
-        "test_inside.py test_signal_before_an_endpoint and strangers"),
-    "page-at-a-time": Mutant(
-        "the other clients need not wait until all pages are made", "14_strangers",
-        "if (++made_pages < page_idx.size()) return;",
-        "if (++made_pages < page_idx.size()) return ContinueMakePages();",
-        "test_inside.py test_server_of_strangers and pages"),
-    "progress-piles-up": Mutant(
-        "no PROGRESS follows one that is on its way", "14_strangers",
-        "< kReportPeriod || session.mailbox.unsent > 0) return;",
-        "< kReportPeriod) return;",
-        "test_inside.py test_server_of_strangers and progress"),
-    "buffers-first": Mutant(
-        "an endpoint is closed before the buffers that it uses", "14_strangers",
-        "  Endpoint endpoint;\n", "  Endpoint endpoint;\n  struct Early {\n"
-        "    std::list<Buffer>& bufs;\n    ~Early() { bufs.clear(); }\n"
-        "  } early{bufs};\n",
-        "test_inside.py test_server_of_strangers and close"),
     "ledger-once": Mutant(
         "a ledger that is not the valid one any more is READ again", "10_lock",
         "if (turn.Word() == before.Word()) break;", "break;",
@@ -859,15 +709,6 @@ MUTANTS |= {
         "no entry is written behind the log", "10_lock",
         "if (ticket >= kLogSize) {", "if (ticket > kLogSize) {",
         "test_lock.py test_clients_find"),
-    "fair": Mutant(
-        "a server looks at the other clients after a few WRITEs", "14_strangers",
-        "size_t end = std::min(posted_write_ops + kWritesPerPoll, total_write_ops);",
-        "size_t end = total_write_ops;",
-        "test_inside.py test_server_of_strangers and pages"),
-    "longest-page": Mutant(
-        "no WRITE is longer than the provider takes", "14_strangers",
-        "msg.page_size > session.mailbox.domain.info->ep_attr->max_msg_size ||", "",
-        "test_strict.py test_long_pages and 14_strangers"),
     "checksum-last": Mutant(
         "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
         "      file.Write(data, size, slot.chunk * chunk_size);\n"
@@ -889,20 +730,11 @@ MUTANTS |= {
         '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
         "",
         "test_reorder.py test_truncated and 8_malloc"),
-    "random-nonce": Mutant(
-        "nobody guesses a nonce", "14_strangers",
-        "nonce = std::random_device()();",
-        "nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
-        "test_messages.py test_bad_answers and 14_strangers"),
     "crowd-random-nonce": Mutant(
         "nobody guesses a nonce", "13_crowd",
         "server.nonce = std::random_device()();",
         "server.nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
         "test_crowd.py test_lies"),
-    "refusal-arrives": Mutant(
-        "what is refused is heard of, before the endpoint is closed", "14_strangers",
-        "reason);\n    leave_at = Clock::now() + kContactGrace;", "reason);",
-        "test_strict.py test_long_pages and 14_strangers"),
     "sleep-wakes": Mutant(
         "who is woken for something goes on sleeping between", "12_sleep",
         "    domain.empty_wakes = 0;\n    if (ret == -FI_EAVAIL) {",
@@ -916,32 +748,6 @@ MUTANTS |= {
         "an address of another family spoils no address vector", "13_crowd",
         "(internet ? 2 : 0)", "(internet ? 0 : 0)",
         "test_attacks.py test_another_family"),
-    "junk": Mutant(
-        "only a message with the nonce is a sign of life", "14_strangers",
-        "      if (base.nonce != nonce) continue;\n      endpoint.RestartSilence();\n",
-        "      endpoint.RestartSilence();\n      if (base.nonce != nonce) continue;\n",
-        "test_attacks.py test_junk"),
-    "line-forgets": Mutant(
-        "what was told to invented addresses is given up", "14_strangers",
-        "if (endpoint && now > close_at) {", "if (false) {",
-        "test_attacks.py test_invented_addresses_in_line"),
-    "file-limit": Mutant(
-        "connections without a word take up no place", "14_strangers",
-        "  setrlimit(RLIMIT_NOFILE, &limit);\n", "",
-        "test_attacks.py test_idle_connections"),
-    "connections-soon": Mutant(
-        "connections without a word are accepted soon", "14_strangers",
-        '  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);\n', "",
-        "test_attacks.py test_idle_connections"),
-    "descriptors": Mutant(
-        "no file of libfabric's is standard error", "14_strangers",
-        'if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);', "(void)fd;",
-        "test_attacks.py test_closed_descriptors"),
-    "crowd-nobody": Mutant(
-        "a server soon forgets those who are not there", "13_crowd",
-        "silence > kSilenceLimit && client.peer.Unsent() > 0 &&",
-        "silence > 1h && client.peer.Unsent() > 0 &&",
-        "test_attacks.py test_invented_addresses_of_a_crowd"),
     "many-wakes": Mutant(
         "many new connections are accepted soon", "12_sleep",
         "if (++domain.empty_wakes > kManyWakes) {",
@@ -963,22 +769,6 @@ MUTANTS |= {
 
 # Made by somebody who had not seen the tests.
 MUTANTS |= {
-    "line-latest": Mutant(
-        "of several CONNECTs of a client in line, the last one counts", "14_strangers",
-        "      visitor.connect = connect;\n",
-        "",
-        "test_attacks.py test_asking_at_once"),
-    "no-contact-after-a-signal": Mutant(
-        "after a signal nobody is contacted for the first time", "14_strangers",
-        "    CheckInterrupted();\n"
-        "    SendAddress(AppMessageType::kConnect);",
-        "    SendAddress(AppMessageType::kConnect);",
-        "test_strict.py test_interrupted_before_first_contact and 14_strangers"),
-    "two-in-flight": Mutant(
-        "of the largest pages, two are in flight", "14_strangers",
-        "std::max<size_t>(kMaxOutstandingBytes / page_size, 2)",
-        "std::max<size_t>(kMaxOutstandingBytes / page_size, 1)",
-        "test_inside.py test_server_of_strangers and large"),
     "no-zero-byte": Mutant(
         "a text ends with its field, even without a zero byte", "8_malloc",
         "    reply.error[sizeof(reply.error) - 1] = 0;\n",
@@ -1205,13 +995,739 @@ MUTANTS |= {
         "fi_mr_desc(op->buf->mrs.at(&domain));",
         "fi_mr_desc(op->buf->mrs.begin()->second);",
         "test_strict.py test_rules and 11_rails and not gpu"),
-    "strict-receipt": Mutant(
-        "an error of an operation that is not in flight is nobody's", "14_strangers",
-        "    if (!op->in_flight) return;\n", "",
-        "test_strict.py test_receipt_fails and 14_strangers"),
+}
+
+# The defences of 14_strangers.
+MUTANTS |= {
+    "nonce": Mutant(
+        "a message of a stranger ends no conversation", "14_strangers",
+        "if (peer != FI_ADDR_UNSPEC && message.header.nonce != nonce) return;", "",
+        "test_strangers.py test_byes_of_strangers and 14_strangers"),
+    "too-long": Mutant(
+        "nor does one that is too long", "14_strangers",
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "    op.Check();\n    if (op.len < sizeof(Header)) return;\n",
+        "test_messages.py test_too_long and 14_strangers"),
+    "nonce-guessed": Mutant(
+        "nobody guesses a nonce", "14_strangers",
+        "nonce = domain.random();", "nonce = uint32_t(time(nullptr));",
+        "test_messages.py test_bad_answers and 14_strangers"),
+    "sign-of-life": Mutant(
+        "only a message with the nonce is a sign of life", "14_strangers",
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "    heard_at = Clock::now();\n"
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "test_attacks.py test_junk_to_the_place"),
+    "refuse": Mutant(
+        "a server says what it refuses", "14_strangers",
+        "      session.Send(AppMessageType::kRefused, e.what());\n", "",
+        "test_strangers.py test_refused and 14_strangers"),
+    "refuse-leaves": Mutant(
+        "what is refused is heard of, before the endpoint is closed", "14_strangers",
+        "return done && (session.HasSent() || Clock::now() > leave_at);", "return done;",
+        "test_strict.py test_late_refusal"),
+    "printable": Mutant(
+        "no text turns the direction of a terminal", "12_sleep",
+        "c < ' ' || c > '~' ? '?' : c",
+        "(c & 0x80) == 0 && (c < ' ' || c > '~') ? '?' : c",
+        "test_messages.py test_terrible_texts_of_clients"),
+    "loan": Mutant(
+        "the pool gets back what a client had", "8_malloc",
+        "for (size_t offset : pieces) pool.allocator.Free(offset);", "",
+        "test_malloc.py test_killed_clients"),
+    "somebody-else-piece": Mutant(
+        "a client frees only what it has", "8_malloc",
+        "if (loan.pieces.erase(addr - loan.pool.base) == 0) {",
+        "if (loan.pieces.erase(addr - loan.pool.base) > 9) {",
+        "test_malloc.py test_ and not allocator"),
+    "credit": Mutant(
+        "the sender waits for a credit", "9_file",
+        "if (!slot.full || !slot.credit) return;", "if (!slot.full) return;",
+        "test_file.py test_"),
+    "next-chunk": Mutant(
+        "a number names the chunk that is next in its slot", "9_file",
+        "if (slot.chunk != chunk || slot.save.valid()) return;",
+        "if (slot.save.valid()) return;",
+        "test_file.py test_credits"),
+    "ledger-once": Mutant(
+        "a ledger that is not the valid one any more is READ again", "10_lock",
+        "if (turn.Word() == before.Word()) break;", "break;",
+        "test_inside.py test_ledger_that_changes"),
+    "answers": Mutant(
+        "no answers pile up", "8_malloc",
+        "while (session.mailbox.unsent == 0) {", "while (true) {",
+        "test_malloc.py test_flood and shm"),
+    "sync-file": Mutant(
+        "a file is saved when it is on disk", "9_file",
+        'if (fsync(file) != 0) throw SystemError("cannot sync " + path);', "",
+        "test_file.py test_disk_that_forgets"),
+    "sync-name": Mutant(
+        "a file is saved when its name is on disk", "9_file",
+        'if (fsync(dir) != 0) throw SystemError("cannot sync the directory");', "",
+        "test_file.py test_disk_that_forgets"),
+    "longer": Mutant(
+        "a file that is longer than it says is not sent", "9_file",
+        'throw std::runtime_error("the file is longer than it says");', "return;",
+        "test_file.py test_longer_than_it_says"),
+    "leavers": Mutant(
+        "clients that have left count until their chunks are saved", "9_file",
+        "bool full = clients.size() >= kMaxClients",
+        "bool full = std::count_if(clients.begin(), clients.end(), [](auto& client) {\n"
+        "        return !client.done;\n"
+        "      }) >= int(kMaxClients)",
+        "test_file.py test_slow_leavers"),
+    "refused-writer": Mutant(
+        "a client that is refused has time to hear it", "9_file",
+        "      if (state != State::kRefused) RefuseFile(e.what());\n",
+        "      RefuseFile(e.what());\n"
+        "      throw;\n",
+        "test_file.py test_refused_while_it_writes"),
+    "lease-of-a-turn": Mutant(
+        "a lease begins with the turn", "10_lock",
+        "        changed_at = Clock::now();\n", "",
+        "test_lock.py test_long_queue"),
+    "released-twice": Mutant(
+        "a client ends its own turn, and not the next one", "10_lock",
+        "++num_changes;",
+        "++num_changes;\n"
+        "    ReplaceTurn({turn.ticket + 1, aside}, {turn.ticket + 2, aside});",
+        "test_lock.py test_together"),
+}
+
+MUTANTS |= {
+    "rail-again": Mutant(
+        "what a failed rail had in flight is written again", "11_rails",
+        "if (op.in_flight && op.OneSided()) again", "if (op.number > ~0u) again",
+        "test_rails.py test_link_down"),
+    "rail-away": Mutant(
+        "a rail survives that is away for a moment", "11_rails",
+        "constexpr auto kRailLimit = 4s;", "constexpr auto kRailLimit = 1s;",
+        "test_rails.py test_link_away"),
+    "rail-nonce": Mutant(
+        "only who knows the nonce of a client is one of its rails", "11_rails",
+        "if (!client.done && client.Nonce() == nonce) return",
+        "if (!client.done && (client.Nonce() == nonce || nonce > 0)) return",
+        "test_rails.py test_nonce_of_a_rail"),
+    "rail-request": Mutant(
+        "all rails bring the same request", "11_rails",
+        "if (indices == page_idx && memcmp(&msg, &request_msg, sizeof(msg)) == 0) {",
+        "if (msg.num_pages > 0) {",
+        "test_rails.py test_another_request"),
+    "rail-next-address": Mutant(
+        "an adapter without an answer asks at the next address", "11_rails",
+        "if (!rail->untried.empty() && !late) {", "if (rail->untried.size() > 99) {",
+        "test_rails.py test_dead_from_the_start"),
+    "rail-each-address": Mutant(
+        "an adapter asks at each address once", "11_rails",
+        "    untried.pop_front();\n    session.peer = ", "    session.peer = ",
+        "test_failures.py test_address_of_another_provider and 11_rails"),
+    "rail-waiting": Mutant(
+        "a client in line gives up when it hears nothing more", "11_rails",
+        "if (session.waiting || (rail->untried.empty() && !answered)) {",
+        "if (session.waiting) continue;\n"
+        "        if (rail->untried.empty() && !answered) {",
+        "test_strangers.py test_server_killed_while_others_wait and 11_rails"),
+    "rail-link-local": Mutant(
+        "a link-local address is no rail", "11_rails",
+        '"fe80:", 5) == 0) return', '"fe80:", 5) == 77) return',
+        "test_rails.py test_ipv6"),
+    "rail-flood": Mutant(
+        "the rails of a client are limited", "11_rails",
+        "if (num_rails == kMaxRails) return;", "if (kMaxRails == 0) return;",
+        "test_rails.py test_flood_of_rails"),
+}
+
+MUTANTS |= {
+    "sleep": Mutant(
+        "whoever has nothing to do falls asleep", "12_sleep",
+        "now >= domain.poll_at && silence < kSpin) {",
+        "silence < 1h) {",
+        "test_sleep.py test_asleep"),
+    "sleep-empty-wakes": Mutant(
+        "a descriptor that is always readable does not keep us busy", "12_sleep",
+        "if (++domain.empty_wakes > kManyWakes) {",
+        "if (false) {",
+        "test_sleep.py test_asleep"),
+    "sleep-long-pause": Mutant(
+        "after a long silence the pauses are longer", "12_sleep",
+        "kIdlePause, kMaxPause);", "kIdlePause, kIdlePause);",
+        "test_sleep.py test_long_pauses"),
+    "sleep-signal": Mutant(
+        "a signal ends a sleep that is about to begin", "12_sleep",
+        "  eventfd_write(g_wake_fd, 1);  // wakes a loop that is about to fall asleep\n",
+        "",
+        "test_sleep.py test_signal_before_sleep"),
+    "sleep-all-endpoints": Mutant(
+        "the descriptors of all endpoints wake a server", "12_sleep",
+        "      endpoints.push_back(&client.session.endpoint);\n",
+        "      (void)client;\n",
+        "test_sleep.py test_woken and default"),
+    "crowd-in-flight": Mutant(
+        "no client has more than its share of the room for SENDs", "13_crowd",
+        "peer.in_flight < kMaxInFlight) {", "peer.in_flight < (kMaxInFlight << 30)) {",
+        "test_crowd.py test_deaf_client"),
+    "crowd-unsent": Mutant(
+        "who asks and does not read is forgotten", "13_crowd",
+        "client.peer.Unsent() >= kMaxUnsent) {",
+        "client.peer.Unsent() >= (kMaxUnsent << 30)) {",
+        "test_crowd.py test_deaf_client"),
+    "crowd-remove": Mutant(
+        "what is in flight to a client that is forgotten is given up", "13_crowd",
+        "      mailbox.endpoint.RemovePeerAddress(peer.addr);\n", "",
+        "test_crowd.py test_deaf_client"),
+    "crowd-cleanup": Mutant(
+        "fi_av_remove closes the connection", "13_crowd",
+        'setenv("FI_AV_REMOVE_CLEANUP", "1", 0);', "",
+        "test_crowd.py test_deaf_client"),
+    "crowd-same-address": Mutant(
+        "an address stays as long as somebody has it", "13_crowd",
+        "if (--contacts[client.addr].users == 0) {",
+        "if (--contacts[client.addr].users < 1000) {",
+        "test_crowd.py test_strangers_in_a_crowd"),
+    "crowd-nonce": Mutant(
+        "a server hears only who knows the nonce", "13_crowd",
+        "it->second.peer.nonce != base.nonce) return;", "false) return;",
+        "test_crowd.py test_strangers_in_a_crowd"),
+    "crowd-number": Mutant(
+        "a server hears only who knows the number", "13_crowd",
+        "    auto it = clients.find(base.number);\n",
+        "    auto it = std::find_if(clients.begin(), clients.end(), [&](auto& entry) {\n"
+        "      return entry.second.peer.nonce == base.nonce;\n    });\n",
+        "test_crowd.py test_strangers_in_a_crowd"),
+    "crowd-nonce-of-a-reply": Mutant(
+        "a client hears only who knows the nonce", "13_crowd",
+        "if (head.base.nonce != server.nonce) return;", "",
+        "test_crowd.py test_answers_of_strangers"),
+    "crowd-too-long-for-a-client": Mutant(
+        "a message that is too long ends no client", "13_crowd",
+        "      } catch (const std::runtime_error&) {\n        continue;\n",
+        "      } catch (const std::invalid_argument&) {\n        continue;\n",
+        "test_crowd.py test_answers_of_strangers"),
+    "crowd-sequence": Mutant(
+        "a reply is that to the last request", "13_crowd",
+        "head.sequence == sequence && !reply", "!reply",
+        "test_crowd.py test_lies"),
+    "crowd-peer": Mutant(
+        "a peer is there as long as a SEND to it is in flight", "13_crowd",
+        "bool gone = client.peer.Unsent() == 0;", "bool gone = true;",
+        "test_crowd.py test_deaf_and_forgotten"),
+    "crowd-blocked-gone": Mutant(
+        "nobody has a turn who has gone", "13_crowd",
+        "    std::erase(blocked, &peer);\n", "",
+        "test_crowd.py test_gone_in_a_hurry"),
+    "crowd-silent": Mutant(
+        "who is silent for long is forgotten", "13_crowd",
+        "} else if (silence > kForgetAfter) {", "} else if (silence > 1h) {",
+        "test_crowd.py test_forgotten"),
+    "crowd-blocked": Mutant(
+        "what had to wait is posted when there is room", "13_crowd",
+        "      PostSends(*peer);\n", "      blocked.push_back(peer);\n",
+        "test_crowd.py test_many_at_once"),
+    "crowd-key-size": Mutant(
+        "a key is no longer than it may be", "13_crowd",
+        "request.key_size > std::min(kMaxKeySize, size) ||",
+        "request.key_size > size ||",
+        "test_crowd.py test_requests_that_are_none"),
+    "crowd-value-size": Mutant(
+        "a value is no longer than it may be", "13_crowd",
+        "size - request.key_size > kMaxValueSize) {", "false) {",
+        "test_crowd.py test_requests_that_are_none"),
+    "crowd-address-size": Mutant(
+        "the length of an address is checked", "13_crowd",
+        "connect.addr_size > sizeof(connect.addr)", "false",
+        "test_crowd.py test_at_the_door_of_a_crowd"),
+    "crowd-tiny-entries": Mutant(
+        "an entry without a value takes room as well", "13_crowd",
+        "size_t new_size = size + kEntrySize;", "size_t new_size = size;",
+        "test_crowd.py test_tiny_entries"),
+    "crowd-store": Mutant(
+        "what has been deleted makes room", "13_crowd",
+        "      store_size -= old_size;\n", "",
+        "test_crowd.py test_full_store"),
+    "crowd-full": Mutant(
+        "the server takes no more clients than it has room for", "13_crowd",
+        "if (clients.size() > kMaxClients) {", "if (clients.size() > 99999) {",
+        "test_crowd.py test_full_server"),
+    "crowd-records": Mutant(
+        "an address has a few records, and no more", "13_crowd",
+        "if (it->second.nonces.size() >= kMaxRecords) {",
+        "if (it->second.nonces.size() > 99999) {",
+        "test_crowd.py test_many_conversations"),
+    "crowd-first-contact": Mutant(
+        "a client waits until its first message is seen", "13_crowd",
+        'WaitFor(client, "sending CONNECT", has_left, kContactGrace);', "",
+        "test_crowd.py test_interrupted_at_first_contact"),
+    "crowd-bye": Mutant(
+        "a crowd that is interrupted says BYE", "13_crowd",
+        "    if (!IsConnected()) return;\n", "    return;\n",
+        "test_crowd.py test_interrupted_crowd"),
+    "crowd-again": Mutant(
+        "a client that was forgotten begins anew", "13_crowd",
+        "bool forgotten = Clock::now() - asked_at > kForgetAfter / 2;",
+        "bool forgotten = sequence == 0;",
+        "test_crowd.py test_rare_requests"),
+    "crowd-connect-again": Mutant(
+        "a CONNECT that is lost is sent again", "13_crowd",
+        "Clock::now() - connect_at > kConnectAgain) {",
+        "Clock::now() - connect_at > 1h) {",
+        "test_crowd.py test_lost_connect"),
+}
+
+MUTANTS |= {
+    "ledger-bound": Mutant(
+        "a number of a ledger in the turn is checked", "10_lock",
+        'if (turn.ledger >= 2 * kMaxClients) throw BadMessage("no such ledger");', "",
+        "test_lock.py test_clients_find"),
+    "log-bound": Mutant(
+        "no entry is written behind the log", "10_lock",
+        "if (ticket >= kLogSize) {", "if (ticket > kLogSize) {",
+        "test_lock.py test_clients_find"),
+    "checksum-last": Mutant(
+        "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
+        "      file.Write(data, size, slot.chunk * chunk_size);\n"
+        "      // Afterwards, so that it reveals a WRITE that came while we wrote.\n"
+        "      slot.checksum = Checksum(slot.chunk, data, size);\n",
+        "      slot.checksum = Checksum(slot.chunk, data, size);\n"
+        "      file.Write(data, size, slot.chunk * chunk_size);\n",
+        "test_file.py test_write_while_saving"),
+    "rail-failed-write": Mutant(
+        "a WRITE that has failed on a rail is written again", "11_rails",
+        "if (!op.error.empty()) again.insert(op.number);", "",
+        "test_strict.py test_rail_fails and write"),
+    "rail-not-registered": Mutant(
+        "what an adapter has not registered counts as not registered", "11_rails",
+        "if (ret != 0) mrs.erase(&domain);", "",
+        "test_strict.py test_rail_fails and memory"),
+    "too-long-a-message": Mutant(
+        "a message that did not fit is no message", "8_malloc",
+        '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
+        "",
+        "test_reorder.py test_truncated and 8_malloc"),
+    "crowd-random-nonce": Mutant(
+        "nobody guesses a nonce", "13_crowd",
+        "server.nonce = std::random_device()();",
+        "server.nonce = static_cast<uint32_t>(Clock::now().time_since_epoch() / 1ms);",
+        "test_crowd.py test_lies"),
+    "sleep-wakes": Mutant(
+        "who is woken for something goes on sleeping between", "12_sleep",
+        "    domain.empty_wakes = 0;\n    if (ret == -FI_EAVAIL) {",
+        "    if (ret == -FI_EAVAIL) {",
+        "test_sleep.py test_woken_once"),
+    "sleep-line": Mutant(
+        "a server does not sleep while somebody waits in line", "12_sleep",
+        "waiting ? kIdlePause : kMaxSleep", "kMaxSleep",
+        "test_sleep.py test_ninth_client"),
+    "family": Mutant(
+        "an address of another family spoils no address vector", "13_crowd",
+        "(internet ? 2 : 0)", "(internet ? 0 : 0)",
+        "test_attacks.py test_another_family"),
+    "many-wakes": Mutant(
+        "many new connections are accepted soon", "12_sleep",
+        "if (++domain.empty_wakes > kManyWakes) {",
+        "if (++domain.empty_wakes > kEmptyWakes) {",
+        "test_attacks.py test_idle_connections"),
+    "full-line": Mutant(
+        "the line has an end", "12_sleep",
+        "visitors.size() < kMaxWaiting", "visitors.size() < 1000 * kMaxWaiting",
+        "test_sleep.py test_full_line"),
+    "crowd-connect-twice": Mutant(
+        "a CONNECT that comes twice begins one conversation", "13_crowd",
+        "      if (it->second.nonces.contains(connect.base.nonce)) return;\n", "",
+        "test_crowd.py test_many_conversations"),
+    "crowd-heard": Mutant(
+        "who goes on asking is not forgotten", "13_crowd",
+        "    client.heard_at = Clock::now();\n", "",
+        "test_crowd.py test_forgotten"),
+}
+
+# Made by somebody who had not seen the tests.
+MUTANTS |= {
+    "no-zero-byte": Mutant(
+        "a text ends with its field, even without a zero byte", "8_malloc",
+        "    reply.error[sizeof(reply.error) - 1] = 0;\n",
+        "",
+        "test_malloc.py test_bad_answers"),
+    "pieces": Mutant(
+        "a client has so many pieces, and no more", "8_malloc",
+        '    if (loan.pieces.size() >= kMaxBlocks) return "you have too many pieces";\n',
+        "",
+        "test_malloc.py test_many_pieces"),
+    "asking": Mutant(
+        "a client that asks for something keeps its place", "8_malloc",
+        "    worked_at = Clock::now();\n"
+        "    auto request",
+        "    auto request",
+        "test_strangers.py test_idle_clients and 8_malloc"),
+    "leavers-at-the-disk": Mutant(
+        "nobody waits until the disk has saved what is left of others", "9_file",
+        "      return client.done && !client.DiskBusy() && client.session.HasLeft();",
+        "      return client.done && client.session.HasLeft();",
+        "test_file.py test_disk_that_stands_still"),
+    "no-thread": Mutant(
+        "a client hears why its chunk can't be saved", "9_file",
+        "      arrived.push_back(ChunkNumber(imm_data, session.nonce));",
+        "      SaveChunk(ChunkNumber(imm_data, session.nonce));",
+        "test_file.py test_no_thread"),
+    "one-endpoint-a-round": Mutant(
+        "a server opens one endpoint, then looks at its clients", "9_file",
+        "      if (!full && !line.visitors.empty()) {\n",
+        "      for (; !full && !line.visitors.empty();\n"
+        "           full = clients.size() >= kMaxClients) {\n",
+        "test_watch.py test_one_endpoint_a_round and 9_file"),
+    "claim-again": Mutant(
+        "a key of a client that has gone belongs to the next one in its seat", "10_lock",
+        "      if (before == 0 || before == key) return place;",
+        "      if (before == 0) return place;",
+        "test_lock.py test_seats"),
+    "seat-bound": Mutant(
+        "a seat that is not there is refused", "10_lock",
+        "    if (joined.table.size != sizeof(SharedTable) ||\n"
+        "        joined.seat >= kMaxClients) {",
+        "    if (joined.table.size != sizeof(SharedTable)) {",
+        "test_lock.py test_bad_replies"),
+    "reported-entries": Mutant(
+        "a log lacks no entry that a client has reported", "10_lock",
+        "      correct &= counts[client] == count;\n",
+        "      correct &= counts[client] <= count;\n",
+        "test_lock.py test_the_server_finds"),
+    "rail-pending": Mutant(
+        "what waits for room on a rail that is given up is written again", "11_rails",
+        "    for (const RdmaOp* op : endpoint.pending_ops) {\n"
+        "      if (op->OneSided()) again.insert(op->number);\n"
+        "    }\n",
+        "",
+        "test_strict.py test_rail_fails and room"),
+    "rails-closed-first": Mutant(
+        "the rails are closed before the memory is looked at", "11_rails",
+        "  SayBye(rails);\n"
+        "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);\n"
+        "  CheckMemory(*memory, request, page_idx);\n",
+        "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);\n"
+        "  CheckMemory(*memory, request, page_idx);\n"
+        "  SayBye(rails);\n",
+        "test_rails.py test_late_bytes"),
+    "later-answers": Mutant(
+        "each answer is compared, and not only the first", "12_sleep",
+        "  if (received != std::string(text.rbegin(), text.rend())) {",
+        "  if (print && received != std::string(text.rbegin(), text.rend())) {",
+        "test_sleep.py test_a_later_answer"),
+    "crowd-order": Mutant(
+        "answers leave in their order", "13_crowd",
+        "    peer.unposted.push_back({.type",
+        "    peer.unposted.push_front({.type",
+        "test_crowd.py test_many_at_once"),
+    "crowd-turns": Mutant(
+        "those for whom something waits have their turn one after the other", "13_crowd",
+        "    if (!peer.unposted.empty()) blocked.push_back(&peer);",
+        "    if (!peer.unposted.empty()) blocked.push_front(&peer);",
+        "test_crowd.py test_turns"),
+}
+
+# What no network here would notice: see strict.cpp and cuda_stub.cpp.
+MUTANTS |= {
+    "strict-order": Mutant(
+        "messages to a peer have an order", "7_queue",
+        "  hints->tx_attr->msg_order = FI_ORDER_SAS;\n", "",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-last-write": Mutant(
+        "the last WRITE waits for all others", "7_queue",
+        "(last ? 1 : most)", "most",
+        "test_strict.py test_last_write and 7_queue"),
+    "strict-delivery": Mutant(
+        "a completion that says where the data is has been asked for", "7_queue",
+        "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
+        "test_strict.py test_last_write and 7_queue"),
+    "strict-last-message": Mutant(
+        "a message has arrived before its endpoint is closed", "5_reverse",
+        "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
+        "test_strict.py test_last_message"),
+    "strict-length": Mutant(
+        "a program says how long its messages are", "5_reverse",
+        "hints->ep_attr->max_msg_size = kMaxMessageSize;", "",
+        "test_strict.py test_short_messages and 5_reverse"),
+    "strict-page-length": Mutant(
+        "and its pages", "7_queue",
+        "hints->ep_attr->max_msg_size = kMaxPageSize;", "",
+        "test_strict.py test_short_messages and 7_queue"),
+    "strict-context": Mutant(
+        "an operation in flight has a context of its own", "7_queue",
+        "    *op = std::move(request);\n"
+        "    free_ops.pop_back();\n", "    *op = std::move(request);\n",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-context-of-4": Mutant(
+        "an operation in flight has a context of its own", "4_hello",
+        "    free_ops.pop_back();\n", "",
+        "test_strict.py test_rules and 4_hello"),
+    "strict-old-device": Mutant(
+        "a region that others WRITE can receive", "7_queue",
+        "FI_REMOTE_WRITE | FI_RECV, gpu);", "FI_REMOTE_WRITE, gpu);",
+        "test_strict.py test_harsh and 7_queue and not gpu"),
+    "strict-remote-right": Mutant(
+        "a region has the right that others need", "7_queue",
+        "FI_REMOTE_WRITE | FI_RECV, gpu);", "FI_REMOTE_READ | FI_RECV, gpu);",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-local-right": Mutant(
+        "a region has the right that we need", "7_queue",
+        "page_idx.size() * page_size, FI_WRITE,", "page_idx.size() * page_size, FI_SEND,",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-descriptor": Mutant(
+        "a local buffer comes with its descriptor", "7_queue",
+        "void* desc = fi_mr_desc(op->buf->mr);", "void* desc = nullptr;",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-address": Mutant(
+        "the provider says how a place is named", "7_queue",
+        "  if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
+        "  if (domain.info == nullptr) {",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-pages": Mutant(
+        "all pages of a region exist", "7_queue",
+        "  memset(data.get(), 0, rounded);\n", "",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-pages-of-5": Mutant(
+        "all pages of a region exist", "5_reverse",
+        "std::make_unique<char[]>(bytes)", "std::make_unique_for_overwrite<char[]>(bytes)",
+        "test_strict.py test_rules and 5_reverse and default"),
+    "strict-event-queue": Mutant(
+        "an event queue is bound to the endpoint", "7_queue",
+        '    FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");\n', "",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-mode": Mutant(
+        "a program says that its contexts are as large as any", "7_queue",
+        "FI_CONTEXT | FI_CONTEXT2;", "FI_CONTEXT;",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "strict-local": Mutant(
+        "a program says that it registers what is its own", "7_queue",
+        "FI_MR_LOCAL | FI_MR_ALLOCATED", "FI_MR_ALLOCATED",
+        "test_strict.py test_rules and 7_queue and not gpu"),
+    "gpu-shm": Mutant(
+        "over shm, a WRITE of GPU memory is complete when it has been copied", "6_write",
+        "if (shm && !gpu) info", "if (shm) info",
+        "test_strict.py test_shm and 6_write"),
+    "gpu-mode": Mutant(
+        "a program says that it registers memory of a GPU", "7_queue",
+        "    hints->domain_attr->mr_mode |= FI_MR_HMEM;\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-caps": Mutant(
+        "a program asks for memory of a GPU", "7_queue",
+        "    hints->caps |= FI_HMEM;  // into memory that isn't the host's\n", "",
+        "test_strict.py test_no_gpu and 7_queue"),
+    "gpu-interface": Mutant(
+        "a region of a GPU's memory says that it is one", "7_queue",
+        "    if (gpu) attr.iface = FI_HMEM_CUDA;\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-flush": Mutant(
+        "what an adapter has written is made visible to the GPU", "7_queue",
+        "  if (gpu) CudaFlushWrites();\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-copy": Mutant(
+        "a copy to the GPU has ended before it is sent on", "7_queue",
+        '  CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");\n'
+        '  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");',
+        '  CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");',
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-zeros": Mutant(
+        "memory of a GPU is zeroed", "7_queue",
+        '  CudaCheck(cudaMemset(data, 0, size), "cudaMemset");\n', "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "gpu-ordered": Mutant(
+        "a GPU that keeps the order by itself may have no flush", "7_queue",
+        "  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner) return;\n", "",
+        "test_strict.py test_ordered and 7_queue"),
+    "gpu-touched": Mutant(
+        "the processor does not touch memory of a GPU", "7_queue",
+        "    if (gpu) return CudaCopy(to, from, len);\n", "",
+        "test_strict.py test_rules and 7_queue-gpu"),
+    "strict-trywait": Mutant(
+        "nobody sleeps without asking whether that is safe", "12_sleep",
+        "int ret = fi_trywait(domain.fabric, cqs.data(), int(cqs.size()));",
+        "int ret = 0;",
+        "test_sleep.py test_woken_once"),
+    "strict-no-trywait": Mutant(
+        "nobody asks where nothing can wake us", "12_sleep",
+        "if (!can_be_woken) {", "if (false) {",
+        "test_strict.py test_rules and 12_sleep and default"),
+    "strict-refused": Mutant(
+        "what there was no room for is posted again without a wake-up", "12_sleep",
+        "if (endpoint->refused || endpoint->wait_fd < 0) can",
+        "if (endpoint->wait_fd < 0) can",
+        "test_sleep.py test_woken_once"),
+    "strict-rail-notification": Mutant(
+        "the last WRITE waits for those on all rails", "11_rails",
+        "(write == last && finished_write_ops < last)",
+        "(write == last && again.size() > 0)",
+        "test_strict.py test_last_write and 11_rails"),
+    "strict-rail-key": Mutant(
+        "each rail has the key of its own domain", "11_rails",
+        "rail.rkey = std::exchange(msg.rkey, 0);",
+        "static const uint64_t first = msg.rkey;  // whichever rail was quickest\n"
+        "    msg.rkey = 0;\n"
+        "    rail.rkey = first;",
+        "test_strict.py test_rules and 11_rails and not gpu"),
+    "strict-rail-descriptor": Mutant(
+        "each rail has the descriptor of its own domain", "11_rails",
+        "fi_mr_desc(op->buf->mrs.at(&domain));",
+        "fi_mr_desc(op->buf->mrs.begin()->second);",
+        "test_strict.py test_rules and 11_rails and not gpu"),
+}
+
+# The defences of 14_strangers.
+MUTANTS |= {
+    "nonce": Mutant(
+        "a message of a stranger ends no conversation", "14_strangers",
+        "if (peer != FI_ADDR_UNSPEC && message.header.nonce != nonce) return;", "",
+        "test_strangers.py test_byes_of_strangers and 14_strangers"),
+    "too-long": Mutant(
+        "nor does one that is too long", "14_strangers",
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "    op.Check();\n    if (op.len < sizeof(Header)) return;\n",
+        "test_messages.py test_too_long and 14_strangers"),
+    "nonce-guessed": Mutant(
+        "nobody guesses a nonce", "14_strangers",
+        "nonce = domain.random();", "nonce = uint32_t(time(nullptr));",
+        "test_messages.py test_bad_answers and 14_strangers"),
+    "sign-of-life": Mutant(
+        "only a message with the nonce is a sign of life", "14_strangers",
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "    heard_at = Clock::now();\n"
+        "    if (!op.error.empty() || op.len < sizeof(Header)) return;\n",
+        "test_attacks.py test_junk_to_the_place"),
+    "refuse": Mutant(
+        "a server says what it refuses", "14_strangers",
+        "      session.Send(AppMessageType::kRefused, e.what());\n", "",
+        "test_strangers.py test_refused and 14_strangers"),
+    "refuse-leaves": Mutant(
+        "what is refused is heard of, before the endpoint is closed", "14_strangers",
+        "return done && (session.HasSent() || Clock::now() > leave_at);", "return done;",
+        "test_strict.py test_late_refusal"),
+    "refuse-ends": Mutant(
+        "one that is refused and gone is not waited for", "14_strangers",
+        "leave_at = Clock::now() + kLeaveGrace;", "leave_at = Clock::now() + 1h;",
+        "test_attacks.py test_refused_and_gone"),
+    "printable": Mutant(
+        "a terminal does not obey a reason", "14_strangers",
+        "\"refused: \" + Printable(message.body)", "\"refused: \" + message.body",
+        "test_messages.py test_terrible_texts_of_servers and 14_strangers"),
+    "printable-delete": Mutant(
+        "nor what is beyond ASCII in it", "14_strangers",
+        "c < ' ' || c > '~' ? '?' : c", "c == 0x7f ? '?' : c",
+        "test_messages.py test_terrible_texts_of_servers and 14_strangers"),
+    **{f"request-{what}": Mutant(
+        f"the server checks a request: {what}", "14_strangers", old, new,
+        "test_messages.py test_in_a_session and 14_strangers")
+       for what, old, new in [
+           ("size", "if (page_size == 0 || page_size > kMaxPageSize) {",
+            "if (page_size == 0) {"),
+           ("pages", "page_idx.empty() || page_idx.size() > kMaxTransfer / page_size",
+            "page_idx.empty()"),
+           ("index", "if (largest >= request.size / page_size) {",
+            "if (largest > request.size / page_size) {"),
+           ("repeat", "request.total_repeat == 0 || request.total_repeat > kMaxRepeat",
+            "request.total_repeat == 0"),
+           ("number", "    if (request.imm_data == 0) throw BadMessage(\"no number\");\n",
+            ""),
+           ("short", "    if (body.size() < sizeof(request)) "
+                     "throw BadMessage(\"a short request\");\n", "")]},
+    "request-twice": Mutant(
+        "a client asks once", "14_strangers",
+        "    if (!page_idx.empty()) throw BadMessage(\"a second request\");\n", "",
+        "test_messages.py test_second_request and 14_strangers"),
+    "wait": Mutant(
+        "those who wait are told", "14_strangers",
+        "kSilenceLimit || Tell(visitor);", "kSilenceLimit;",
+        "test_attacks.py test_another_family"),
+    "wait-again": Mutant(
+        "one who is told to wait asks again", "14_strangers",
+        "answer.header.type == AppMessageType::kWait;) {",
+        "asked == 0 && answer.header.type == AppMessageType::kWait;) {",
+        "test_attacks.py test_another_family"),
+    "wait-forgets": Mutant(
+        "one who is told is forgotten", "14_strangers",
+        "    return fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.contact) !=\n"
+        "           -FI_EAGAIN;\n",
+        "    fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.contact);\n"
+        "    return false;\n",
+        "test_inside.py test_server_of_strangers and line"),
+    "wait-second": Mutant(
+        "only those whose second is not over have a place in line", "14_strangers",
+        "[&](const Visitor& v) { return now < v.tell_at; }",
+        "[](const Visitor&) { return true; }",
+        "test_inside.py test_server_of_strangers and line"),
+    "wait-many": Mutant(
+        "a line is not longer than a thousand", "14_strangers",
+        "          visitors.size() < kMaxWaiting) {", "          true) {",
+        "test_attacks.py test_long_line"),
+    "wait-junk": Mutant(
+        "a server that is full keeps no message that is none", "14_strangers",
+        "      line.AddAll();\n", "      if (clients.size() < kMaxClients) line.AddAll();\n",
+        "test_attacks.py test_full_and_filled"),
+    "wait-failed": Mutant(
+        "one for whom there is no endpoint is told to ask again", "14_strangers",
+        "        first->tell_at = Clock::now();\n",
+        "        first->tell_at = Clock::now() - 1h;\n",
+        "test_attacks.py test_no_descriptor"),
+    "wait-dead-endpoint": Mutant(
+        "one that was told and is gone costs nobody anything", "14_strangers",
+        "      endpoint->PollCompletion();\n    } catch (const std::runtime_error&) {",
+        "      endpoint->PollCompletion();\n    } catch (const std::logic_error&) {",
+        "test_attacks.py test_nowhere_in_line"),
+    "aside-closed": Mutant(
+        "what was told to invented addresses is given up", "14_strangers",
+        "    if (endpoint && now > tell_until + kTellGrace) {", "    if (endpoint && false) {",
+        "test_attacks.py test_invented_addresses_in_line"),
+    "aside-contacts": Mutant(
+        "an endpoint tells no more than it has room for", "14_strangers",
+        "      if (num_contacts == kMaxContacts) return false;", "",
+        "test_inside.py test_server_of_strangers and renew"),
+    "aside-full": Mutant(
+        "one that is full is closed sooner", "14_strangers",
+        "        tell_until = Clock::now() + kTellGrace;\n", "",
+        "test_inside.py test_server_of_strangers and renew"),
+    "family": Mutant(
+        "an address of another family gets into no address vector", "14_strangers",
+        "size_t same = internet ? 2 : 0;", "size_t same = internet ? 0 : 0;",
+        "test_attacks.py test_another_family"),
+    "family-size": Mutant(
+        "an address is as long as ours", "14_strangers",
+        "    return address.size() == addr.size() &&\n           address.compare",
+        "    return address.compare",
+        "test_messages.py test_impossible_addresses and 14_strangers"),
+    "budget": Mutant(
+        "the memory of the server is bounded", "14_strangers",
+        "      if (size > memory_left) return;\n", "",
+        "test_attacks.py test_waiting_is_not_silence"),
+    "budget-returns": Mutant(
+        "what a client had goes to the next one", "14_strangers",
+        "    if (source) memory_left += source->size;\n", "",
+        "test_attacks.py test_killed_while_it_waits"),
+    "page-a-round": Mutant(
+        "the other clients need not wait until all pages are made", "14_strangers",
+        "      if (made_pages < page_idx.size()) MakeNextPage();\n",
+        "      while (made_pages < page_idx.size()) {\n"
+        "        MakeNextPage();\n        if (!source) break;\n      }\n",
+        "test_inside.py test_server_of_strangers and pages"),
+    "waiting": Mutant(
+        "the time in which a client waits for memory is no silence", "14_strangers",
+        "      session.heard_at = Clock::now();\n    }\n    session.Send",
+        "    }\n    session.Send",
+        "test_attacks.py test_waiting_is_not_silence"),
+    "waiting-dead": Mutant(
+        "a dead client that waits for memory gives its place up", "14_strangers",
+        "    if (!session.HasSent()) return;\n    reported_at = Clock::now();\n", 
+        "    reported_at = Clock::now();\n",
+        "test_attacks.py test_killed_while_it_waits and tcp"),
+    "descriptors": Mutant(
+        "connections without a word take up no place", "14_strangers",
+        "  RaiseFileLimit();\n", "", "test_attacks.py test_idle_connections"),
+    "descriptors-soon": Mutant(
+        "connections without a word are accepted soon", "14_strangers",
+        "  setenv(\"FI_OFI_RXM_CM_PROGRESS_INTERVAL\", \"1000\", 0);\n", "",
+        "test_attacks.py test_idle_connections"),
+    "descriptors-closed": Mutant(
+        "no file of libfabric's is standard error", "14_strangers",
+        "  TakeStandardFiles();\n", "", "test_attacks.py test_closed_descriptors"),
 }
 # Helpers that contain the code of a program, by a word in the names of their tests.
-HELPERS = {("callback", "14_strangers"): "callbacks", ("inside", "7_queue"): "inside_queue",
+HELPERS = {("inside", "7_queue"): "inside_queue",
            ("inside", "14_strangers"): "inside_strangers",
            ("inside", "10_lock"): "inside_lock"}
 

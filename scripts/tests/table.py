@@ -5,9 +5,9 @@ import typing
 
 from messages import (ACCEPT, BYE, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
                       FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED,
-                      STORE, TABLE_REPLY, TEXT, USAGE, alive, append, base, crowd_base,
-                      crowd_request, end, fill, fill_repeatedly, guarded_fill, numbers,
-                      plain, put, report, request)
+                      STORE, TABLE_REPLY, TEXT, USAGE, WAIT, alive, append, base, crowd_base,
+                      crowd_request, end, fill, fill_repeatedly, guarded_fill, nonce_fill,
+                      numbers, plain, put, report, request)
 
 # Where something is left out, what many programs share, letter for letter, is tried with
 # these.
@@ -450,15 +450,23 @@ TABLE = {
         most_removed=41),
 }
 
-# It asks for the same as 7_queue.
+# It asks for the same as 7_queue, and may ask for more.
 TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     guarded=True,
     long=["1048576", "200", "100000"],
-    wrong={**WRONG_SIZES, **WRONG_REPEATS},
+    wrong={**WRONG_PAGES, **WRONG_REPEATS, "too much": [ADDRESS, str(1 << 20), "513"]},
+    every_provider=False,
+    bad_sessions={**bad_fills(nonce_fill, 1 << 20, 512), **bad_repeats(nonce_fill),
+                  "PROGRESS": [base(PROGRESS)], "WAIT": [base(WAIT)]},
+    fill=nonce_fill)
+# It does, too, through several adapters.
+TABLE["11_rails"] = TABLE["7_queue"]._replace(
+    guarded=True,
+    long=["1048576", "200", "100000"],
+    wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS},
     sizes=[["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
     every_provider=False,
     bad_sessions=BAD_GUARDED_FILLS,
     fill=guarded_fill)
-# It does, too, through several adapters.
-TABLE["11_rails"] = TABLE["14_strangers"]._replace(
-    wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS})
+# Those that still have the server from before 5_reverse and 7_queue were made lean.
+FORMER = [name for name in TABLE if TABLE[name].guarded and name != "14_strangers"]

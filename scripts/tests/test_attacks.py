@@ -1,8 +1,7 @@
-"""What a stranger may try in order to lock, stall or fill a server or a client of 14, and
-of 8 to 13, which have its defences. Each time an honest client beside it is served, and
-soon."""
+"""What a stranger may try in order to lock, stall or fill a server or a client of
+14_strangers. Each time an honest client beside it is served, and soon. What chapter 14 has
+its reader try, before a move and after it, is in test_walk.py."""
 
-import concurrent.futures
 import contextlib
 import os
 import re
@@ -14,35 +13,28 @@ import time
 
 import pytest
 
-from fakes import (CrowdGuest, CrowdHost, FakeClient, FakeServer, new_nonce,
-                   type_and_nonce)
-from harness import PROGRAMS, ROOT, TIME_FACTOR, Server, is_here, provider_in
+from fakes import FakeClient, FakeServer, new_nonce
+from harness import TIME_FACTOR, Server
 from marks import not_over_verbs
-from messages import ACCEPT, BYE, GET, NOT_FOUND, TEXT, WAIT, base, with_nonce
-from repository import PATIENT, number, variant
-from table import TABLE
+from messages import ACCEPT, BYE, PROGRESS, WAIT, base, type_and_nonce
+from repository import variant
 
 pytestmark = [pytest.mark.builds("plain"),
               not_over_verbs("the attacks make connections of TCP")]
 
+STRANGERS = "14_strangers"
+SHORT = "4096", "10", "1"
 SILENCE = 10  # seconds without a sign of life, then the programs give up
 PLACES = 8  # for clients of a server
-# The programs with sessions that defend themselves. 4 to 7 are the lean trunk: they have no
-# defence.
-SESSIONS = [program for program in PROGRAMS if number(program) > 7 and
-            not TABLE[program].one_endpoint]
-STRANGERS, CROWD = "14_strangers", "13_crowd"
-# The line is the same in all of them, letter for letter, but 11_rails has one for each
-# adapter.
-ONE_LINE = [STRANGERS, "11_rails"]
-# Their servers bear the silence of those who have their places.
-PATIENT_ONES = {program: variant(program, PATIENT) for program in ONE_LINE}
-with_one_line = pytest.mark.parametrize("program", ONE_LINE)
+# Its server bears the silence of those who have their places.
+PATIENT_CHECK = 'CheckSilence(session.heard_at, "waiting for the client");', ""
+PATIENT = variant(STRANGERS, PATIENT_CHECK)
 JUNK = b"Z" * 24
 
 
-def guest_of(run, server):
-    return (CrowdGuest if server.entry.one_endpoint else FakeClient)(run, server)
+@pytest.fixture
+def patient(run):
+    return Server(run, PATIENT(), STRANGERS, "tcp")
 
 
 def wait_until(condition, timeout=10):
@@ -53,19 +45,8 @@ def wait_until(condition, timeout=10):
 
 
 def descriptors(server):
-    """What the descriptors of a server are, by their numbers."""
-    folder = f"/proc/{server.process.popen.pid}/fd"
-    names = {}
-    for name in os.listdir(folder):
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            names[int(name)] = os.readlink(f"{folder}/{name}")
-    return names
-
-
-def cpu_time(server):
-    """How long a server has computed so far, in seconds."""
-    with open(f"/proc/{server.process.popen.pid}/schedstat") as file:
-        return int(file.read().split()[0]) / 1e9
+    """How many a server has."""
+    return len(os.listdir(f"/proc/{server.process.popen.pid}/fd"))
 
 
 @contextlib.contextmanager
@@ -107,248 +88,6 @@ def leave(client, place):
     client.send(base(BYE))
 
 
-# ---- Addresses of another family ----
-
-def of_another_family(address):
-    """It is as long, and libfabric's tcp and udp have no such addresses. One of them in an
-    address vector is enough: libfabric then takes none any more."""
-    return struct.pack("<H", socket.AF_UNIX) + address[2:8] + b"A" * (len(address) - 8)
-
-
-@pytest.mark.parametrize("provider", [
-    p for p in ("tcp", "udp;ofi_rxd") if is_here(p)])
-def test_another_family(run, serve, provider):
-    """It costs those who are connected nothing, and those who come."""
-    server = serve(CROWD, provider)
-    client = CrowdGuest(run, server)
-    assert client.open_session().type == ACCEPT
-    stranger = CrowdGuest(run, server)
-    stranger.send(stranger.connect(of_another_family(stranger.address)))
-    server.process.wait_for("^error: .* is not an address")
-    assert client.ask(GET).type == NOT_FOUND
-    server.check_client("1", "1")
-    assert client.ask(GET).type == NOT_FOUND
-    assert len(server.errors()) == 1
-    server.stop()
-
-
-@with_one_line
-def test_another_family_in_line(run, program):
-    """All places are taken, so this one would be told to wait. Those who come later are
-    told, and get in when somebody leaves."""
-    server = Server(run, PATIENT_ONES[program](), program, "tcp")
-    client = FakeClient(run, server)
-    places = take_places(client)
-    client.peer(server.address)
-    client.nonce = new_nonce()
-    client.send(client.connect(of_another_family(client.address)))
-    server.process.wait_for("^error: .* is not an address")
-    later = server.start_client(*server.entry.short)
-    later.wait_for("^The server can't serve us yet: waiting$")
-    leave(client, places.pop())
-    assert later.wait() == 0, later.output
-    # Those who are connected have noticed nothing.
-    for place in places:
-        leave(client, place)
-    server.process.wait_for("Done.|has left before", count=PLACES + 1)
-    server.stop()
-
-
-def test_asking_at_once(run):
-    """Somebody who asks three times has one place in line, and gets one answer."""
-    server = Server(run, PATIENT_ONES[STRANGERS](), STRANGERS, "tcp")
-    take_places(FakeClient(run, server))
-    client = FakeClient(run, server)
-    client.send(b"")  # so that it is connected
-    server.process.wait_for("^error: bad message: ")
-    # The server finds them together.
-    server.process.signal(signal.SIGSTOP)
-    for _ in range(3):
-        client.nonce = new_nonce()
-        client.send(client.connect())
-    server.process.signal(signal.SIGCONT)
-    assert type_and_nonce(client.receive_any()) == (WAIT, client.nonce)
-    client.process.write("wait")
-    time.sleep(2)
-    assert client.process.output.count("\nreceived ") == 1
-    server.stop()
-
-
-# ---- Messages that are none ----
-
-@pytest.mark.parametrize("program", [STRANGERS, "11_rails", CROWD])
-def test_junk_at_the_door(run, serve, program):
-    """Thousands of bad messages a second keep nobody out."""
-    server = serve(program, "tcp")
-    stranger = FakeClient(run, server)
-    stranger.send(b"Z", as_it_is=True)
-    server.process.wait_for("^error: bad message: ")
-    # For longer than a client waits.
-    stranger.process.write(f"stream 60000 300 {b'Z'.hex()}")
-    server.process.wait_for("^error: bad message: ", count=100)
-    server.check_client(*server.entry.short)
-    stranger.process.popen.kill()
-    stranger.process.wait()
-    server.stop()
-
-
-# It would sleep for longer than the sender waits.
-SLEEPER = variant("12_sleep", ("kMaxSleep = 500ms", "kMaxSleep = 100s"))
-
-
-def test_junk_before_a_connect(run):
-    """A server does not sleep while there are messages that it has read."""
-    server = Server(run, SLEEPER(), "12_sleep", "tcp")
-    client = FakeClient(run, server)
-    client.send(b"Z", as_it_is=True)
-    server.process.wait_for("^error: bad message: ")
-    time.sleep(0.1)
-    server.process.signal(signal.SIGSTOP)
-    client.command(f"stream 9 0 {b'Z'.hex()}", "streamed")
-    client.send(client.connect())
-    server.process.signal(signal.SIGCONT)
-    assert client.receive()[:8] == base(ACCEPT)
-    server.process.wait_for("^error: bad message: ", count=10)
-    server.stop()
-
-
-def test_answers_that_nobody_takes(run, serve):
-    """A client that asks on and on, and reads nothing, is sent away before its answers
-    fill the server's memory."""
-    server = serve("12_sleep", "tcp")
-    client = FakeClient(run, server)
-    client.open_session()
-    text = with_nonce(base(TEXT) + b"x" * 32, client.nonce)
-    client.process.write(f"stream 2000 0 {text.hex()}")
-    client.expect("error: bad message: it asks and does not read$")
-    server.check_client()
-    server.stop()
-
-
-# ---- Bytes that are no sign of life ----
-
-def is_over(process, pattern=None):
-    """Whether a program has ended, or has printed something."""
-    return process.popen.poll() is not None if pattern is None else \
-        re.search(pattern, process.output, re.M)
-
-
-def send_junk(sender, until):
-    """Sends bytes that belong to no conversation, each second. Returns after how many
-    seconds it is over, or None."""
-    began = time.monotonic()
-    while not until():
-        if time.monotonic() - began > 6 * SILENCE * TIME_FACTOR:
-            return None
-        sender.send(JUNK, answer="(sent|failed)", as_it_is=True)
-        time.sleep(1)
-    return time.monotonic() - began
-
-
-def client_of_a_dead_server(run, build, program, accepted):
-    """A client whose server falls silent. Returns what it prints at the end."""
-    entry = TABLE[program]
-    args = entry.least if entry.files else entry.short
-    if entry.one_endpoint:
-        server = CrowdHost(run, build, *args, provider="tcp")
-        if accepted:
-            server.reply(ACCEPT)
-    else:
-        server = FakeServer(run, build, program, *args, provider="tcp",
-                            accepts=accepted)
-    seconds = send_junk(server, lambda: server.client.popen.poll() is not None)
-    if seconds is None:
-        return "still waiting"
-    server.client.wait()
-    return server.client.output
-
-
-@pytest.mark.long
-def test_junk_from_a_dead_server(run, build):
-    """A client notices that its server has gone, before the ACCEPT and after, whatever
-    others send to it meanwhile. All programs at once, because it takes long."""
-    cases = [(program, accepted) for program in [*SESSIONS, CROWD]
-             for accepted in (False, True)]
-    with concurrent.futures.ThreadPoolExecutor(len(cases)) as pool:
-        outputs = pool.map(lambda case: client_of_a_dead_server(run, build, *case), cases)
-        outputs = dict(zip(cases, outputs))
-    wrong = {case: output for case, output in outputs.items()
-             if f"nothing has happened for {SILENCE} s" not in output}
-    assert not wrong
-
-
-def place_of_a_dead_client(run, serve, program):
-    """Returns after how many seconds its place is free, or None."""
-    server = serve(program, "tcp")
-    dead = FakeClient(run, server)
-    dead.open_session()
-    stranger = FakeClient(run, server)
-    stranger.peer(dead.session)
-    line = rf"^\[{dead.number}\] error: .*nothing has happened for {SILENCE} s"
-    return send_junk(stranger, lambda: re.search(line, server.process.output, re.M))
-
-
-@pytest.mark.long
-@pytest.mark.thorough
-def test_junk_to_the_place_of_a_dead_client(run, serve):
-    """A server gives up a client that has gone, whatever others send to its session."""
-    with concurrent.futures.ThreadPoolExecutor(len(SESSIONS)) as pool:
-        seconds = dict(zip(SESSIONS, pool.map(
-            lambda program: place_of_a_dead_client(run, serve, program), SESSIONS)))
-    assert None not in seconds.values(), seconds
-
-
-# ---- Many addresses, many connections ----
-
-RAILS = 48
-MOST_RAILS = 4  # of a client, at an adapter of the server
-
-
-@pytest.mark.thorough
-def test_many_rails(run, serve):
-    """Somebody asks for rails without end. A transfer goes on meanwhile, and the server
-    opens no more of them than a client may have."""
-    server = serve("11_rails", "tcp")
-    transfer = server.start_client("4096", "1000", "1000000")
-    server.process.wait_for(r"^\[1\] .*WRITE: ")
-    stranger = FakeClient(run, server)
-    with mute_host() as invented:
-        for rail in range(RAILS):
-            stranger.send(stranger.connect(invented(rail)))
-        already = server.process.output.count("WRITE: ")
-        wait_until(lambda: server.process.output.count("WRITE: ") > already + 3)
-        server.check_client("4096", "10", "1")
-    assert server.process.output.count("Received CONNECT") <= 2 + MOST_RAILS
-    assert transfer.popen.poll() is None
-    transfer.popen.kill()
-    transfer.wait()
-    server.stop()
-
-
-CONNECTIONS = 1200
-
-
-@pytest.mark.parametrize("program", [STRANGERS, "12_sleep", CROWD])
-def test_idle_connections(serve, program):
-    """Connections over which nothing comes keep nobody out."""
-    with many_descriptors(2 * CONNECTIONS), contextlib.ExitStack() as stack:
-        # As on most machines, it may have many more descriptors than it begins with.
-        server = serve(program, "tcp",
-                       wrapper=["sh", "-c", 'ulimit -Sn 256; exec "$0" "$@"'])
-        if program != STRANGERS:
-            time.sleep(2)  # after so long a silence, pauses are long
-        port, host = struct.unpack(">HI", bytes.fromhex(server.address)[2:8])
-        host = socket.inet_ntoa(struct.pack(">I", host))
-        for _ in range(CONNECTIONS):
-            connection = stack.enter_context(socket.socket())
-            connection.setblocking(False)
-            with contextlib.suppress(BlockingIOError):
-                connection.connect((host, port))
-        server.check_client(*server.entry.short)
-        wait_until(lambda: len(descriptors(server)) > CONNECTIONS, 60)
-    server.stop()
-
-
 def connect_from(client, addresses):
     """Sends a CONNECT with each of these addresses. All at once: one by one, hundreds of
     them would take seconds."""
@@ -361,71 +100,313 @@ def connect_from(client, addresses):
     client.process.wait_for("^sent$", count=len(lines), after=already)
 
 
+# ---- Addresses ----
+
+def of_another_family(address):
+    """It is as long, and libfabric's tcp and udp have no such addresses. One of them in an
+    address vector is enough: libfabric then takes none any more."""
+    return struct.pack("<H", socket.AF_UNIX) + address[2:8] + b"A" * (len(address) - 8)
+
+
+def test_another_family(run, patient):
+    """All places are taken, so this one would be told to wait. Those who come later are
+    told, and get in when somebody leaves."""
+    client = FakeClient(run, patient)
+    places = take_places(client)
+    client.peer(patient.address)
+    client.nonce = new_nonce()
+    client.send(client.connect(of_another_family(client.address)))
+    time.sleep(1.5)
+    later = patient.start_client(*SHORT)
+    later.wait_for("^The server can't serve us yet: waiting$")
+    leave(client, places.pop())
+    assert later.wait() == 0, later.output
+    # Those who are connected have noticed nothing.
+    for place in places:
+        leave(client, place)
+    patient.process.wait_for("Done.", count=PLACES + 1)
+    patient.stop()
+
+
+# Nobody can be there, or nobody is.
+NOWHERE = ["255.255.255.255", "224.0.0.1", "240.0.0.1", "0.0.0.0", "127.0.0.1"]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("provider", ["tcp", "udp;ofi_rxd"])
+def test_nowhere_in_line(run, provider):
+    """Those who wait there cannot be told. That costs the server nothing."""
+    server = Server(run, PATIENT(), STRANGERS, provider)
+    client = FakeClient(run, server)
+    places = take_places(client)
+    client.peer(server.address)
+    connect_from(client, [struct.pack("<H", socket.AF_INET) + struct.pack(">H", 9) +
+                          socket.inet_aton(host) + bytes(8) for host in NOWHERE])
+    time.sleep(2)
+    later = server.start_client(*SHORT)
+    later.wait_for("^The server can't serve us yet: waiting$")
+    leave(client, places.pop())
+    assert later.wait() == 0, later.output
+    server.stop()
+
+
 WAITING = 300
 
 
 @pytest.mark.long
-@with_one_line
-def test_invented_addresses_in_line(run, program):
+def test_invented_addresses_in_line(run, patient):
     """All who wait are told so, also where nobody listens. The server does not keep their
     addresses, nor the connections that it has made to them."""
-    server = Server(run, PATIENT_ONES[program](), program, "tcp")
-    client = FakeClient(run, server)
+    client = FakeClient(run, patient)
     places = take_places(client)
-    before = len(descriptors(server))
-    client.peer(server.address)
+    before = descriptors(patient)
+    client.peer(patient.address)
     with mute_host() as invented:
         connect_from(client, map(invented, range(WAITING)))
-        later = server.start_client(*server.entry.short)
+        later = patient.start_client(*SHORT)
         later.wait_for("^The server can't serve us yet: waiting$")
+        wait_until(lambda: descriptors(patient) < before + WAITING // 4, 30)
         for place in places:
             leave(client, place)
         assert later.wait() == 0, later.output
-        wait_until(lambda: len(descriptors(server)) < before + WAITING // 4, 30)
-    server.stop()
-
-
-CROWD_OF_STRANGERS = 800
+    patient.stop()
 
 
 @pytest.mark.long
-def test_invented_addresses_of_a_crowd(run, serve):
-    """Thousands who never read what the server sends: those who do are served
-    meanwhile, and it forgets the others as soon as an honest one would have given up."""
-    with many_descriptors(2 * CROWD_OF_STRANGERS), mute_host() as invented:
-        server = serve(CROWD, "tcp")
-        stranger = CrowdGuest(run, server)
-        before = len(descriptors(server))
-        connect_from(stranger, map(invented, range(CROWD_OF_STRANGERS)))
-        for _ in range(3):
-            server.check_client("1", "10")
-        server.process.wait_for("^[0-9]{3} clients, ")
-        server.process.wait_for("forgotten: nobody is there", count=CROWD_OF_STRANGERS)
-        # Others may keep their connections: fi_av_remove promises nothing.
-        if provider_in(server.process.output) == "tcp;ofi_rxm":
-            wait_until(lambda: len(descriptors(server)) < before + 50)
-        server.check_client("1", "10")
+def test_asking_without_end(run, patient):
+    """One who asks again before he is told is told each time, and nobody else has to wait
+    for that."""
+    take_places(FakeClient(run, patient))
+    client = FakeClient(run, patient)
+    for _ in range(3):
+        client.nonce = new_nonce()
+        client.send(client.connect())
+    answers = [type_and_nonce(client.receive_any()) for _ in range(3)]
+    assert {type_ for type_, _ in answers} == {WAIT} and answers[2][1] == client.nonce
+    patient.stop()
+
+
+# ---- Messages that are none ----
+
+def test_junk_at_the_door(run, serve):
+    """Thousands of bad messages a second keep nobody out, and fill no terminal."""
+    server = serve(STRANGERS, "tcp")
+    stranger = FakeClient(run, server)
+    stranger.send(JUNK, as_it_is=True)
+    # For longer than a client waits.
+    stranger.process.write(f"stream 60000 300 {JUNK.hex()}")
+    time.sleep(1)
+    server.check_client(*SHORT)
+    assert not server.errors()
+    stranger.process.popen.kill()
+    stranger.process.wait()
     server.stop()
 
 
-# ---- Keys that collide ----
+def test_full_and_filled(run, patient):
+    """A server that is full keeps no message that is none."""
+    take_places(FakeClient(run, patient))
+    stranger = FakeClient(run, patient)
+    before = patient.memory()
+    for _ in range(500):
+        stranger.send(bytes(65536), as_it_is=True)
+    assert patient.memory() < before + 10_000
+    patient.stop()
 
-def test_nothing_of_clients_is_hashed():
-    """The hash of libstdc++ has no secret, so clients could choose keys that all collide,
-    and each look would go through all of them. What that costs is too little for a test
-    in seconds, so this looks at the source: it hashes only numbers that the server gives
-    out."""
-    with open(f"{ROOT}/src/{CROWD}.cpp") as file:
-        assert set(re.findall(r"unordered_\w+<([^,>]+)", file.read())) == {"uint32_t"}
+
+# ---- Bytes that are no sign of life ----
+
+def send_junk(sender, until):
+    """Sends bytes that belong to no conversation, each second. Returns whether it was over
+    soon."""
+    began = time.monotonic()
+    while not until():
+        if time.monotonic() - began > 6 * SILENCE * TIME_FACTOR:
+            return False
+        sender.send(JUNK, answer="(sent|failed)", as_it_is=True)
+        time.sleep(1)
+    return True
 
 
-# ---- Descriptors that are closed ----
+@pytest.mark.long
+@pytest.mark.parametrize("accepted", [False, True], ids=["connecting", "accepted"])
+def test_junk_from_a_dead_server(run, build, accepted):
+    """A client notices that its server has gone, before the ACCEPT and after, whatever
+    others send to it meanwhile."""
+    server = FakeServer(run, build, STRANGERS, *SHORT, provider="tcp", accepts=accepted)
+    assert send_junk(server, lambda: server.client.popen.poll() is not None)
+    server.client.wait()
+    assert f"nothing has happened for {SILENCE} s" in server.client.output
 
-@pytest.mark.parametrize("program", [*SESSIONS, CROWD])
-def test_closed_descriptors(serve, program):
+
+@pytest.mark.long
+def test_junk_to_the_place_of_a_dead_client(run, serve):
+    """A server gives up a client that has gone, whatever others send to its session."""
+    server = serve(STRANGERS, "tcp")
+    dead = FakeClient(run, server)
+    dead.open_session()
+    stranger = FakeClient(run, server)
+    stranger.peer(dead.session)
+    line = rf"^\[{dead.number}\] error: .*nothing has happened for {SILENCE} s"
+    assert send_junk(stranger, lambda: re.search(line, server.process.output, re.M))
+    server.stop()
+
+
+# ---- Those who take what others need ----
+
+CONNECTIONS = 1200
+
+
+def test_idle_connections(serve):
+    """Connections over which nothing comes keep nobody out."""
+    with many_descriptors(2 * CONNECTIONS), contextlib.ExitStack() as stack:
+        # As on most machines, it may have many more descriptors than it begins with.
+        server = serve(STRANGERS, "tcp",
+                       wrapper=["sh", "-c", 'ulimit -Sn 256; exec "$0" "$@"'])
+        port, host = struct.unpack(">HI", bytes.fromhex(server.address)[2:8])
+        host = socket.inet_ntoa(struct.pack(">I", host))
+        for _ in range(CONNECTIONS):
+            connection = stack.enter_context(socket.socket())
+            connection.setblocking(False)
+            connection.connect_ex((host, port))
+        server.check_client(*SHORT)
+        wait_until(lambda: descriptors(server) > CONNECTIONS, 60)
+    server.stop()
+
+
+def test_no_descriptor(serve):
+    """A client for whom the server has no descriptors is told to ask again, and served as
+    soon as there are some."""
+    server = serve(STRANGERS)
+    pid = server.process.popen.pid
+    # One is for the connection over which the CONNECT comes.
+    used = descriptors(server) + 1
+    before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, before[1]))
+    client = server.start_client(*SHORT)
+    server.process.wait_for("^error: ")
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
+    assert client.wait(30) == 0, client.output + server.process.output
+    server.stop()
+
+
+LITTLE = "kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"
+IMPATIENT = variant(STRANGERS, LITTLE, ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
+
+
+@pytest.mark.long
+def test_waiting_is_not_silence(run):
+    """One client has all the memory and the time of the server for longer than
+    the limit, which is 3 s here. Seven others wait for memory, and ten for an ACCEPT: more
+    than the listener has RECVs."""
+    server = Server(run, IMPATIENT(), STRANGERS)
+    greedy = server.start_client("65536", "64", "1000000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    waiting = [server.start_client(*SHORT) for _ in range(7)]
+    server.process.wait_for("Received RandomFill", count=8)
+    waiting += [server.start_client(*SHORT) for _ in range(10)]
+    for client in waiting[7:]:
+        client.wait_for("^The server can't serve us yet: waiting$", 30)
+    time.sleep(4)
+    for client in [greedy, *waiting]:
+        assert client.popen.poll() is None, client.output
+    assert not re.search(r"^\[[^1]\] .*WRITE: ", server.process.output, re.M)
+    assert server.process.output.count("Received CONNECT") == 8
+    greedy.signal(signal.SIGKILL)
+    for client in waiting:
+        assert client.wait(60) == 0, client.output
+    assert len(server.errors()) == 1 and server.errors()[0].startswith("[1] ")
+    server.stop()
+
+
+LITTLE_MEMORY = variant(STRANGERS, LITTLE)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("provider", ["tcp", "shm"])
+def test_killed_while_it_waits_for_memory(run, provider):
+    """A client that waits because others have the memory need say nothing. One that has
+    died is given up all the same: because it does not take what the server sends or, over
+    shm, which sends to the dead, in its turn. The next one gets its memory."""
+    server = Server(run, LITTLE_MEMORY(), STRANGERS, provider)
+    pages = "65536", "64"
+    first = server.start_client(*pages, "1000000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    dead = server.start_client(*pages, "1")
+    server.process.wait_for(r"^\[2\] Received RandomFill")
+    dead.popen.kill()
+    alive = server.start_client(*pages, "1")
+    server.process.wait_for(r"^\[3\] Received RandomFill")
+    if provider == "tcp":
+        server.process.wait_for(r"^\[2\] error: ", 60)
+        assert first.popen.poll() is None and alive.popen.poll() is None
+    first.signal(signal.SIGINT)
+    assert first.wait() == 1
+    server.process.wait_for(r"^\[2\] error: ", 60)
+    assert alive.wait() == 0, alive.output
+    server.check_client(*pages, "1")
+    server.stop()
+
+
+def test_request_of_a_stranger(run, serve):
+    """The port of a session is no secret. What comes there without its nonce is nothing."""
+    server = serve(STRANGERS, "tcp")
+    client, other = FakeClient(run, server), FakeClient(run, server)
+    client.open_session()
+    other.peer(client.session)
+    for message in base(BYE, client.nonce ^ 1), base(PROGRESS), base(ACCEPT) + b"x":
+        other.send(message, as_it_is=True)
+    client.send(client.work())
+    client.process.write("wait")  # its provider takes part in the WRITEs
+    client.expect("Received RandomFill")
+    assert not server.errors()
+    server.stop()
+
+
+def test_refused_and_gone(run, serve):
+    """Those who do not take the reason for which they are refused lose their places all the
+    same, and soon."""
+    server = serve(STRANGERS, "tcp")
+    clients = [FakeClient(run, server) for _ in range(PLACES)]
+    for client in clients:
+        client.open_session()
+    for client in clients:  # none of which looks at what comes then
+        client.send(base(99))
+    server.process.wait_for("error: bad message: type 99", count=PLACES)
+    began = time.monotonic()
+    server.check_client(*SHORT)
+    assert time.monotonic() - began < SILENCE * TIME_FACTOR
+    server.stop()
+
+
+SHORT_LINE = variant(STRANGERS, PATIENT_CHECK, ("kMaxWaiting = 1000", "kMaxWaiting = 4"))
+
+
+@pytest.mark.long
+def test_long_line(run):
+    """Of those who come together, only so many stand in line. The others hear nothing."""
+    server = Server(run, SHORT_LINE(), STRANGERS, "tcp")
+    take_places(FakeClient(run, server))
+    client = FakeClient(run, server)
+    client.send(b"")  # so that it is connected
+    server.process.signal(signal.SIGSTOP)
+    for _ in range(8):
+        client.nonce = new_nonce()
+        client.send(client.connect())
+    server.process.signal(signal.SIGCONT)
+    for _ in range(4):
+        assert type_and_nonce(client.receive_any())[0] == WAIT
+    client.process.write("wait")
+    time.sleep(3)
+    assert client.process.output.count("\nreceived ") == 4
+    server.stop()
+
+
+def test_closed_descriptors(serve):
     """Without standard input and error, no file of libfabric's takes their numbers, in
     which the server's lines would end."""
-    server = serve(program, "tcp", wrapper=["sh", "-c", 'exec "$0" "$@" <&- 2>&-'])
-    assert {descriptors(server)[number] for number in (0, 2)} == {"/dev/null"}
-    server.check_client(*server.entry.short)
+    server = serve(STRANGERS, "tcp", wrapper=["sh", "-c", 'exec "$0" "$@" <&- 2>&-'])
+    folder = f"/proc/{server.process.popen.pid}/fd"
+    assert {os.readlink(f"{folder}/{number}") for number in (0, 2)} == {"/dev/null"}
+    server.check_client(*SHORT)
     server.stop()

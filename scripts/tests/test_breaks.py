@@ -13,7 +13,7 @@ import pytest
 
 from chapters import Page
 from harness import BUILD, PROVIDERS, First, Server, is_here
-from marks import ends_in_a_rendezvous
+from marks import ends_in_a_rendezvous, not_over_verbs
 from repository import (QUICKLY, ROOT, build_moves, make, number, read_source, replaced,
                         variant)
 from table import TABLE
@@ -341,3 +341,19 @@ def test_12_sleep(run, broken):
     assert used(start)[1] < 0.1
     for server in servers:
         server.stop()
+
+
+@not_over_verbs("the attack makes connections of TCP")
+@pytest.mark.thorough
+def test_14_strangers(run, broken):
+    """Junk keeps the place of a client that has stopped. Without it, it is given up."""
+    for server in broken("14_strangers", "tcp"), Server(run, BUILD, "14_strangers", "tcp"):
+        client = server.start_client("65536", "100", "1000000")
+        server.process.wait_for(r"^\[1\] .*WRITE: ")
+        client.signal(signal.SIGSTOP)
+        stranger = run([f"{ROOT}/scripts/stranger", "junk", server.address],
+                       BUILD=f"{ROOT}/{BUILD}")
+        stranger.wait_for("^to 1 sessions")
+        time.sleep(15)
+        assert len(server.errors()) == (server.path == f"{BUILD}/14_strangers")
+        server.process.popen.kill()

@@ -9,10 +9,8 @@ import pytest
 
 from harness import BUILD, PROGRAMS
 from repository import QUICKLY, ROOT, make, number
-from test_tools import WITHOUT_EXERCISE
 
-BY_NUMBER = {str(number(program)): program for program in PROGRAMS
-             if program not in WITHOUT_EXERCISE}
+BY_NUMBER = {str(number(program)): program for program in PROGRAMS}
 exercises = pytest.mark.parametrize("number,program", BY_NUMBER.items(),
                                     ids=BY_NUMBER)
 

@@ -21,34 +21,28 @@ def try_inside(run, program, *check, provider="", status=0):
     return process
 
 
-with_queue = pytest.mark.parametrize("inside", ["inside_queue", "inside_strangers"])
-
-
 @pytest.mark.parametrize("provider", **ids)
-@with_queue
-def test_order(run, inside, provider):
+def test_order(run, provider):
     """Operations for which there is no room wait in a queue in which none overtakes
     another, whatever the network is."""
-    try_inside(run, inside, "order", provider=provider)
+    try_inside(run, "inside_queue", "order", provider=provider)
 
 
 @two_providers
-@pytest.mark.parametrize("inside,status", [("inside_queue", 128 + signal.SIGINT),
-                                           ("inside_strangers", -signal.SIGINT)])
-def test_signal_before_an_endpoint(run, inside, status, provider):
+def test_signal_before_an_endpoint(run, provider):
     """The shm provider sets handlers of its own whenever an endpoint is opened, and we
     set ours again: after a first signal, the second one must have its effect."""
-    try_inside(run, inside, "signal", provider=provider, status=status)
+    try_inside(run, "inside_queue", "signal", provider=provider,
+               status=128 + signal.SIGINT)
 
 
-@pytest.mark.parametrize("check", ["pages", "large", "silence", "progress", "close"])
-def test_server_of_strangers(run, check):
-    """A server that makes pages for one client, or posts its WRITEs, looks at the others
-    in between. Even of the largest pages, it has two in flight. A client that has waited
-    for its pages has not been silent. One that has something to
-    report waits until its last report has arrived. It closes a client's endpoint before
-    the memory that this uses."""
-    try_inside(run, "inside_strangers", check)
+@two_providers
+@pytest.mark.parametrize("check", ["pages", "silence", "line", "renew"])
+def test_server_of_strangers(run, check, provider):
+    """A server that makes pages for one client looks at the others in between. A client
+    that waits for its pages is not silent. One in line is told once, and forgotten; the
+    endpoint that tells it is closed after a while, or soon after it has told many."""
+    try_inside(run, "inside_strangers", check, provider=provider)
 
 
 @two_providers

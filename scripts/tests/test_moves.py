@@ -89,6 +89,9 @@ PROMISES = {
     # With one adapter. What several do is in test_walk.py.
     "11_rails": {"": Promise([["4096", "100", "3"]] * 2, "^Data is correct\\.$",
                              {"bw=[0-9.]+Gbps": 2, "Done": 2})},
+    # Two more than there are places.
+    "14_strangers": {"": Promise([["4096", "100", "3"]] * 10, "^Data is correct\\.$",
+                                 {"bw=[0-9.]+Gbps": 10, "Done": 10})},
     "13_crowd": {
         "": CROWD,
         "clear": LAGER,

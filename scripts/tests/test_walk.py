@@ -1,4 +1,4 @@
-"""What goes wrong before a move of chapters 4 to 13, and is right after it: the chapters
+"""What goes wrong before a move of chapters 4 to 14, and is right after it: the chapters
 have the reader see both."""
 
 import filecmp
@@ -13,7 +13,7 @@ import time
 import pytest
 
 import moves
-from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here,
+from harness import (BUILD, OVER_VERBS, PROVIDERS, TIME_FACTOR, First, Server, is_here,
                      owned_shm_files, shares, write_source)
 from repository import QUICKLY, ROOT, build_moves, make, variant
 
@@ -718,3 +718,178 @@ def test_dead_crowd(walk):
         crowd.popen.kill()
     servers[1].process.wait_for("^0 clients, [1-9]", 60)
     assert re.findall(r"^\d+ clients", servers[0].process.output, re.M)[-1] == "5 clients"
+
+
+# ---- Chapter 14: the reader attacks, over TCP ----
+
+SHORT = "4096", "10", "1"
+
+
+@pytest.fixture
+def attack(run):
+    """Starts an attack of scripts/stranger: attack("greet", server.address)."""
+    return lambda *args: run([f"{ROOT}/scripts/stranger", *map(str, args)],
+                             BUILD=f"{ROOT}/{BUILD}", CXXFLAGS="-O0")
+
+
+def descriptors(server):
+    return len(os.listdir(f"/proc/{server.process.popen.pid}/fd"))
+
+
+def eventually(condition, timeout=30):
+    end = time.monotonic() + timeout * TIME_FACTOR
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def crowded(attack, server, count):
+    """Has so many strangers want a place."""
+    strangers = attack("crowd", server.address, count)
+    strangers.wait_for("^sent")
+    server.process.wait_for("Received CONNECT", count=8)
+
+
+@over_tcp
+@after(14, "nonce")
+def test_greeting(run, walk, attack):
+    """A stranger ends a session whose messages carry no nonce, and none that has one."""
+    before = First(run, BUILD, "7_queue", "tcp")
+    for server in before, walk(14, "nonce", "tcp"):
+        client = server.start_client("65536", "100", "1000000")
+        server.process.wait_for(r"^\[1\] .*WRITE: ")
+        assert attack("greet", server.address).wait() == 0
+        if server is before:
+            server.process.wait_for(r"^\[1\] error: bad message: type 1819043144$")
+        else:
+            already = server.process.output.count("WRITE: ")
+            server.process.wait_for("WRITE: ", count=already + 3)
+            assert "error" not in server.process.output
+        client.popen.kill()
+
+
+@over_tcp
+@after(14, "nonce refuse")
+def test_reason(walk, attack):
+    """A client that asks for nothing waits for it, until it is told."""
+    for word, said in ("nonce", GIVEN_UP), ("refuse", "error: refused: bad message: 0 pages"):
+        server = walk(14, word, "tcp")
+        name = f"14.{position('14_strangers', word)}"
+        client = attack("empty", name, server.address)
+        assert client.wait() == 1 and said in client.output, client.output
+        server.process.wait_for(r"^\[1\] error: bad message: ")
+
+
+@over_tcp
+@after(14, "refuse")
+def test_red(run, attack):
+    """A server whose reason is red."""
+    name = f"14.{position('14_strangers', 'refuse')}"
+    stranger = attack("red", name)
+    address = stranger.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
+    client = run([f"{build_moves([name])}/{name}", address], "tcp")
+    assert client.wait() == 1
+    assert "error: refused: ?[31mThis is red.\n" in client.output
+    assert stranger.wait() == 0
+
+
+@over_tcp
+@after(14, "refuse wait")
+def test_crowd_of_the_dead(walk, attack):
+    """Three hundred who have gone keep an honest client out, until it is told to wait and
+    they are forgotten."""
+    for word in "refuse", "wait":
+        server = walk(14, word, "tcp")
+        crowded(attack, server, 300)
+        client = server.start_client(*SHORT)
+        assert client.wait() == (word == "refuse"), client.output
+        assert (f"{GIVEN_UP} while waiting for ACCEPT" if word == "refuse" else
+                "The server can't serve us yet: waiting\n") in client.output
+
+
+@over_tcp
+@after(14, "refuse wait")
+def test_flooded(walk, attack):
+    """While all have to wait, junk stays in the inbox, until the server takes it out."""
+    for word in "refuse", "wait":
+        server = walk(14, word, "tcp")
+        crowded(attack, server, 20)
+        before = Server.memory(server)
+        assert attack("flood", server.address, "500").wait() == 0
+        assert (Server.memory(server) > before + 20_000) == (word == "refuse")
+
+
+@pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others may take back what they have")
+@over_tcp
+@after(14, "wait aside")
+def test_connections_of_the_dead(walk, attack):
+    """The listener never gives back what it has sent to those who have gone."""
+    servers = [walk(14, word, "tcp") for word in ("wait", "aside")]
+    before = [descriptors(server) for server in servers]
+    for server in servers:
+        crowded(attack, server, 300)
+        eventually(lambda: descriptors(server) > 100)
+    eventually(lambda: descriptors(servers[1]) < before[1] + 10, 60)
+    assert descriptors(servers[0]) > before[0] + 200
+
+
+@over_tcp
+@after(14, "wait aside")
+def test_family(walk, attack):
+    """After one address of another family, a server tells nobody any more."""
+    for word in "wait", "aside":
+        server = walk(14, word, "tcp")
+        crowded(attack, server, 8)
+        assert attack("family", server.address).wait() == 0
+        time.sleep(2)
+        client = server.start_client(*SHORT)
+        if word == "wait":
+            assert client.wait() == 1 and GIVEN_UP in client.output, client.output
+        else:
+            assert client.wait() == 0, client.output
+
+
+@over_tcp
+@after(14, "aside share")
+def test_large_share(run, walk):
+    """One that is alone may have more than an eighth. The next one waits for it."""
+    assert walk(14, "aside").start_client("1048576", "65").wait() == 2
+    server = walk(14, "share", "tcp")
+    large = server.start_client("1048576", "320", "100000")
+    server.process.wait_for(r"^\[1\] .*WRITE: ")
+    second = server.start_client("1048576", "320", "1")
+    server.process.wait_for(r"^\[2\] Received RandomFill")
+    time.sleep(2)
+    assert not re.search(r"^\[2\] .*WRITE: ", server.process.output, re.M)
+    large.signal(signal.SIGINT)
+    assert second.wait() == 0, second.output
+
+
+@over_tcp
+@after(14, "share files")
+def test_silent_connections(run, attack):
+    """Three hundred connections take all descriptors of a server that has 256."""
+    for word in "share", "files":
+        name = f"14.{position('14_strangers', word)}"
+        path = f"{build_moves([name])}/{name}"
+        process = run(["sh", "-c", f"ulimit -Sn 256; exec {path}"], "tcp")
+        address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
+        attack("connect", address, "300").wait_for("^300 ")
+        folder = f"/proc/{process.popen.pid}/fd"
+        eventually(lambda: len(os.listdir(folder)) >= 256)
+        client = run([path, address, *SHORT], "tcp")
+        assert client.wait() == (word == "share"), client.output
+        assert (GIVEN_UP in client.output) == (word == "share")
+
+
+@over_tcp
+@after(14, "share files")
+def test_closed_files(run):
+    """Without standard input and error, libfabric's first files take their numbers."""
+    for word in "share", "files":
+        name = f"14.{position('14_strangers', word)}"
+        path = f"{build_moves([name])}/{name}"
+        process = run(["sh", "-c", f"exec {path} <&- 2>&-"], "tcp")
+        process.wait_for(r"^ .* ([0-9a-f]+)\n")
+        files = {os.readlink(f"/proc/{process.popen.pid}/fd/{fd}") for fd in (0, 2)}
+        assert (files == {"/dev/null"}) == (word == "files")

@@ -269,7 +269,8 @@ def test_one_endpoint_a_round(run, tmp_path, program):
         clients = [FakeClient(run, server) for _ in range(3)]
         for client in clients:  # so that they are connected
             client.send(b"")
-        server.process.wait_for("^error: bad message: ", count=len(clients))
+        if program != "14_strangers":  # which says nothing about that
+            server.process.wait_for("^error: bad message: ", count=len(clients))
         server.process.signal(signal.SIGSTOP)
         for client in clients:
             client.send(client.connect())

@@ -194,11 +194,6 @@ struct Domain {
   explicit Domain(bool with_gpu) : gpu(with_gpu), info(GetInfo(gpu)) {
     printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
            info->fabric_attr->name, info->fabric_attr->prov_name);
-    // Over shm, whoever asks to hear of the arrival has the other side copy,
-    // under a lock (libfabric 1.17), and waits for ever if that side is killed.
-    // Otherwise we copy ourselves, before a WRITE completes; but no GPU memory.
-    bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
-    if (shm && !gpu) info->tx_attr->op_flags = 0;
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
   }

@@ -1,10 +1,24 @@
 // Tries the Allocator of 8_malloc: random calls, beside a model that is too simple
-// to be wrong, a sorted list of what is lent. Exits with 1 and a line if the two
-// differ.
+// to be wrong, a sorted list of what is lent. Then lets a client go, whose pieces
+// must still be lent when its endpoint is closed. Exits with 1 and a line if
+// something is wrong.
 //
 // Usage: allocator [CALLS [SEED]]
 
+#include <rdma/fabric.h>
+
+#include <functional>
+
+// Called when an endpoint is closed.
+std::function<void()> g_on_close;
+
+int LoggingClose(struct fid* fid) {
+  if (fid->fclass == FI_CLASS_EP && g_on_close) g_on_close();
+  return fi_close(fid);
+}
+
 // Everything but its main().
+#define fi_close LoggingClose
 #define main MallocMain
 #include "../../src/8_malloc.cpp"
 #undef main
@@ -122,6 +136,22 @@ struct Trial {
   }
 };
 
+// Returns how many pieces were lent when the endpoint of a client with one piece
+// was closed, and how many afterwards.
+std::pair<size_t, size_t> LentAtClose() {
+  Domain domain(false);
+  Pool pool(domain, 4096, FI_REMOTE_WRITE);
+  Session listener(domain);
+  std::optional<ServedClient> client;
+  client.emplace(domain, 1, listener.endpoint.addr, pool);
+  client->loan.pieces.insert(*pool.allocator.Alloc(64));
+  size_t lent = 0;
+  g_on_close = [&] { lent = pool.allocator.lent.size(); };
+  client.reset();
+  g_on_close = nullptr;
+  return {lent, pool.allocator.lent.size()};
+}
+
 int main(int argc, char** argv) {
   size_t calls = argc > 1 ? strtoul(argv[1], nullptr, 10) : 1'000'000;
   uint64_t seed =
@@ -132,6 +162,10 @@ int main(int argc, char** argv) {
   for (size_t size : sizes) {
     Trial trial{size, std::mt19937_64(seed)};
     trial.Run(calls / std::size(sizes));
+  }
+  if (LentAtClose() != std::pair<size_t, size_t>{1, 0}) {
+    printf("wrong: a piece comes back before the endpoint is closed\n");
+    return 1;
   }
   printf("all as it should be\n");
 }

@@ -49,7 +49,7 @@ def check_whole(server):
 
 def test_allocator(build):
     """A million random calls, or fewer where they take long. Each has to do what a
-    simple model expects."""
+    simple model expects. A client's piece comes back when its endpoint is closed."""
     calls = "100000" if "sanitized" in build else "1000000"
     done = subprocess.run([f"{build}/allocator", calls], cwd=ROOT, text=True,
                           capture_output=True, check=False, timeout=60)
@@ -177,6 +177,24 @@ def test_stopped_client(run, serve):
     assert living.leave() == WHOLE
     assert len(server.errors()) == 1
     server.stop()
+
+
+@pytest.mark.builds("plain")
+@pytest.mark.long
+@pytest.mark.thorough
+def test_alive(serve):
+    """A client that has nothing to ask for as long as its WRITEs take, which is longer than
+    the limit of 10 s, keeps its pieces."""
+    server = serve("8_malloc")
+    client = server.start_client("80", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
+                                 REORDER_MS="0", REORDER_COMPLETIONS_MS="6000")
+    client.wait_for("^Borrowed")
+    begun = time.monotonic()
+    client.wait_for("^Filled", 60)
+    assert time.monotonic() - begun > 12
+    assert not server.errors()
+    client.signal(signal.SIGKILL)
+    client.wait()
 
 
 # ---- Clients that fail ----

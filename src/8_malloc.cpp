@@ -928,7 +928,7 @@ void UsePieces(MallocClient& client, size_t num_pieces) {
     pieces.push_back(client.RemoteMalloc(1 + random() % kMaxPieceSize));
     total += pieces.back().size;
   }
-  printf("Borrowed %zu pieces, %zu bytes.\n", num_pieces, total);
+  printf("Borrowed %zu pieces, %.3f MB.\n", num_pieces, 1e-6 * double(total));
 
   uint64_t seed = random();
   for (size_t i = 0; i < num_pieces; ++i) {

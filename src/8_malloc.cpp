@@ -69,7 +69,7 @@ constexpr size_t kClientPoolSize = 16 << 20;  // bytes
 constexpr size_t kPieceAlign = 64;            // bytes: a line of the cache
 constexpr size_t kMaxPieceSize = 1 << 20;     // bytes that a client asks for
 constexpr size_t kMaxPieces = 10'000;         // that a client asks for
-constexpr size_t kSamples = 200;              // of each of our measurements
+constexpr size_t kSamples = 100;              // of each of our measurements
 constexpr auto kAlivePeriod = 1s;  // between two messages that we are alive
 
 // ---- Errors and signals ----

@@ -613,7 +613,7 @@ MUTANTS |= {
         "a READ waits for the WRITE of what it READs", "8_malloc",
         """  client.WaitForAll(pool.buf);
   printf("Filled""", """  printf("Filled""",
-        "test_strict.py test_harsh and 8_malloc"),
+        "test_malloc.py test_late_writes"),
     "place-in-flight": Mutant(
         "the place of a WRITE is free when that has completed", "8_malloc",
         "                [&pool, offset] { pool.allocator.Free(offset); });\n",

@@ -14,7 +14,7 @@ esac
 
 dir=$(mktemp -d)
 cleanup() {
-  trap '' INT TERM
+  trap '' INT TERM PIPE
   # A program that has only just been started may not hear the first signal, so
   # it gets another one. One that hears it takes up to a second.
   #
@@ -35,6 +35,7 @@ cleanup() {
 trap cleanup EXIT
 trap 'exit 130' INT
 trap 'exit 143' TERM
+trap 'exit 141' PIPE
 
 # Puts a label before each line until the program that writes them has ended.
 label() {
@@ -66,13 +67,15 @@ fi
 # Deaf before they open the pipes: on a busy machine, a client may have ended,
 # and the script with it, when they get to its first line.
 { trap '' INT TERM && label server <"$dir/server"; } &
+reader=$!
 { trap '' INT TERM && label client <"$dir/client"; } &
 
 "$program" ${directory:+"$directory"} >"$dir/server" 2>&1 &
 server=$!
 while [ ! -e "$dir/address" ]; do
-  kill -0 "$server" 2>/dev/null || {
-    echo "error: the server has ended" >&2
+  # The other one ends when nobody reads what we print: `make demo | head`.
+  { kill -0 "$server" && kill -0 "$reader"; } 2>/dev/null || {
+    echo "error: the server has ended, or nobody reads what it says" >&2
     exit 1
   }
   sleep 0.05

@@ -71,7 +71,7 @@ def run(*command, quiet=False):
         print("+", *command, file=sys.stderr, flush=True)
     try:
         process = subprocess.Popen(
-            command, cwd=ROOT, text=True, errors="replace", stdin=subprocess.DEVNULL,
+            command, cwd=ROOT, universal_newlines=True, errors="replace", stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
     except OSError as error:
         raise Failed(f"{command[0]}: {error.strerror}") from error
@@ -156,7 +156,7 @@ def driver(device):
     """The driver of a device and what kind of device it is: mlx5_core 15b3:1021."""
     if not os.path.exists(f"{device}/driver"):
         return "in software"
-    kind = [read(f"{device}/{name}").removeprefix("0x") for name in ("vendor", "device")]
+    kind = [read(f"{device}/{name}").replace("0x", "", 1) for name in ("vendor", "device")]
     return f"{os.path.basename(os.path.realpath(f'{device}/driver'))} {':'.join(kind)}"
 
 

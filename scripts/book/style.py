@@ -72,7 +72,7 @@ def coloured(tag):
     if own and COLOUR.search(own[1]):
         found = {name: PALETTE.get(variable, value)
                  for name, value, variable in COLOUR.findall(own[1])}
-        rest = COLOUR.sub("", own[1]).removesuffix("; ")
+        rest = re.sub("; $", "", COLOUR.sub("", own[1]))
         attributes = attributes.replace(own[0], f' style="{rest}"' if rest else "")
     elif shape in ("rect", "path", "circle", "polygon", "text") and (
             classes or shape == "text" and " fill=" not in attributes):

@@ -22,8 +22,8 @@ LANE, THIN, MAP, SPACE, GAP = 24, 12, 132, 7, 124
 MOST_LANES = 12       # of a region; then it becomes a map
 MOST_PROCESSES = 4    # that are drawn; the others are named
 MOST_ARROWS = 400     # then only messages, and the first WRITEs
-style.ROLES |= {"touch": ("green", "green"), "lent": ("amber", "pale-amber"),
-                "bad": ("red", "pale-red"), "ink": ("page", "page")}
+style.ROLES.update({"touch": ("green", "green"), "lent": ("amber", "pale-amber"),
+                    "bad": ("red", "pale-red"), "ink": ("page", "page")})
 OWNERS = {"mine": ("good", "mine: I may touch it"), "flight": ("data", "in flight: hands off"),
           "lent": ("lent", "lent: the others may"), "touch": ("touch", "the program uses it"),
           "waits": ("idle", "full, and waits"), "bad": ("bad", "wrong")}
@@ -223,18 +223,18 @@ def perfetto(run):
     found = []
     for p in run.ps:
         about = {"pid": p.pid, "tid": 0}
-        found.append(about | {"ph": "M", "name": "process_name",
-                              "args": {"name": f"{p.name}: {p.program}"}})
+        found.append({**about, "ph": "M", "name": "process_name",
+                      "args": {"name": f"{p.name}: {p.program}"}})
         for op in p.ops.values():
             about = {"pid": p.pid, "ts": (op.t0 - run.t0) / 1e3, "cat": NAMES[op.what]}
             name = f"SEND {words(run, op)}" if op.what == SEND else op.name()
             more = {"bytes": op.size, "id": op.id, "completed": bool(op.t1)}
             if op.there:
-                more |= {"region": op.there.id, "offset": op.offset}
+                more.update(region=op.there.id, offset=op.offset)
             # What is in flight at the same time overlaps, so these are asynchronous.
-            about |= {"id": f"{p.pid}.{op.id}", "tid": op.what, "name": name}
-            found.append(about | {"ph": "b", "args": more})
-            found.append(about | {"ph": "e", "ts": (op.end - run.t0) / 1e3})
+            about.update(id=f"{p.pid}.{op.id}", tid=op.what, name=name)
+            found.append({**about, "ph": "b", "args": more})
+            found.append({**about, "ph": "e", "ts": (op.end - run.t0) / 1e3})
     for w in run.wrongs + run.notes:
         found.append({"ph": "i", "s": "p", "pid": w.p.pid, "tid": 0, "name": w.text,
                       "ts": (w.t - run.t0) / 1e3})

@@ -40,7 +40,7 @@ LATER = 1 << 63
 class Thing:
     """A region, an endpoint, a process: whatever is known about it."""
     def __init__(self, **known):
-        self.__dict__ |= known
+        self.__dict__.update(known)
 
 
 class Op:
@@ -860,7 +860,7 @@ def how(touch):
     return place(touch.where) if touch.where else "pread" if touch.into else "pwrite"
 
 
-@functools.cache
+@functools.lru_cache(maxsize=None)
 def place(where):
     """Names the line of the program in a list of frames, and the line that called it."""
     found, functions = [], []
@@ -870,7 +870,8 @@ def place(where):
             continue
         try:
             lines = subprocess.run(["addr2line", "-ifCe", path, hex(int(offset, 16) - 1)],
-                                   capture_output=True, text=True, check=False).stdout.split("\n")
+                                   stdout=subprocess.PIPE, universal_newlines=True,
+                                   check=False).stdout.split("\n")
         except OSError:  # it comes with the compiler's binutils
             break
         # What was inlined comes first. The standard library's lines help nobody.

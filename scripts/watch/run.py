@@ -15,6 +15,7 @@ build/strict.so, or build/reorder.so.
 
 Exits with the status of the client, with 1 if a rule was broken."""
 
+import _thread
 import argparse
 import glob
 import os
@@ -44,7 +45,7 @@ class Running:
         env = {"STRICT_DIR": scratch, **os.environ, "WATCH": folder,
                "LD_PRELOAD": " ".join(preload).strip()}
         self.lines = []
-        self.popen = subprocess.Popen(command, env=env, text=True, errors="replace",
+        self.popen = subprocess.Popen(command, env=env, universal_newlines=True, errors="replace",
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.thread = threading.Thread(target=self.read, args=(name, quiet), daemon=True)
         self.thread.start()
@@ -52,8 +53,12 @@ class Running:
     def read(self, name, quiet):
         for line in self.popen.stdout:
             self.lines.append(line.rstrip("\n"))
-            if not quiet:
-                print(f"{name} | {line}", end="", flush=True)
+            try:
+                if not quiet:
+                    print(f"{name} | {line}", end="", flush=True)
+            except BrokenPipeError:  # `make watch-2 | head`: then all end, as by Ctrl-C
+                quiet = True
+                _thread.interrupt_main()
 
     def address(self):
         """What the server has printed for its clients, or None."""
@@ -202,4 +207,8 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

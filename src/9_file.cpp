@@ -614,11 +614,6 @@ struct AppChunkMessage {
   uint64_t checksum;  // of the chunk
 };
 
-// CREDIT: a slot is free again.
-struct AppCreditMessage {
-  uint64_t slot;
-};
-
 // Returns an error about a system call that has just failed.
 std::system_error SystemError(const std::string& what) {
   return std::system_error(errno, std::generic_category(), what);
@@ -693,13 +688,6 @@ bool Ended(const Task& task) {
   return task.valid() && task.wait_for(0s) == std::future_status::ready;
 }
 
-// Makes the disk of the receiver slow, to show what credits do, and for tests.
-void SlowDown() {
-  if (const char* ms = getenv("SLOW_DISK_MS")) {
-    std::this_thread::sleep_for(std::chrono::milliseconds(atoi(ms)));
-  }
-}
-
 // Returns how many chunks a file has.
 uint64_t CountChunks(uint64_t file_size) {
   return file_size / kChunkSize + (file_size % kChunkSize > 0);
@@ -762,18 +750,13 @@ struct ServedClient {
         Report();
       }
     } catch (const std::exception& e) {
-      Fail(e.what());
+      fprintf(stderr, "[%zu] error: %s\n", number, e.what());
+      failed = true;
+      // The client may still WRITE, so it keeps its slots until it says BYE.
+      session.Send(AppMessageType::kFailed, e.what());
     }
     CheckSilence(session.heard_at, "waiting for the client");
     return completions;
-  }
-
-  // Tells the client why its file is not saved. It may still WRITE, so it keeps
-  // its slots until it has heard that, and says BYE.
-  void Fail(const char* reason) {
-    fprintf(stderr, "[%zu] error: %s\n", number, reason);
-    failed = true;
-    session.Send(AppMessageType::kFailed, reason);
   }
 
   // Returns whether a file is being received.
@@ -781,9 +764,7 @@ struct ServedClient {
 
   // Returns whether other threads use what we own.
   bool DiskBusy() const {
-    auto running = [](const Task& task) {
-      return task.valid() && !Ended(task);
-    };
+    auto running = [](const Task& t) { return t.valid() && !Ended(t); };
     return running(finish) ||
            std::any_of(slots.begin(), slots.end(),
                        [&](const Slot& slot) { return running(slot.save); });
@@ -849,7 +830,10 @@ struct ServedClient {
       throw BadMessage("CHUNK");
     }
     slot.save = std::async(std::launch::async, [this, message, &slot] {
-      SlowDown();
+      // A disk that is slow on purpose shows what credits do.
+      if (const char* ms = getenv("SLOW_DISK_MS")) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(atoi(ms)));
+      }
       const char* data = &buf->data[message.slot * kChunkSize];
       size_t size = ChunkLength(slot.chunk, file_size);
       file->part.Write(data, size, slot.chunk * kChunkSize);
@@ -862,14 +846,13 @@ struct ServedClient {
 
   // Lends the slots whose chunks have been saved, each for its next chunk.
   void ContinueSave() {
-    for (size_t i = 0; i < slots.size(); ++i) {
+    for (uint64_t i = 0; i < slots.size(); ++i) {
       Slot& slot = slots[i];
       if (!Ended(slot.save)) continue;
       slot.save.get();
       ++saved_chunks;
       slot.chunk += slots.size();
-      AppCreditMessage credit = {.slot = i};
-      session.Send(AppMessageType::kCredit, BytesOf(&credit, sizeof(credit)));
+      session.Send(AppMessageType::kCredit, BytesOf(&i, sizeof(i)));
     }
   }
 
@@ -1085,25 +1068,20 @@ struct PutClient {
                            }});
   }
 
-  // Called when a chunk is in place: tells the server, and begins to read this
-  // slot's next one.
+  // Tells the server that a chunk is in place. Begins to read the next one.
   void HandleWriteCompletion(size_t i) {
-    Slot& slot = slots[i];
-    AppChunkMessage chunk = {.slot = i, .checksum = slot.checksum};
+    AppChunkMessage chunk = {.slot = i, .checksum = slots[i].checksum};
     session.Send(AppMessageType::kChunk, BytesOf(&chunk, sizeof(chunk)));
-    slot.chunk += slots.size();
+    slots[i].chunk += slots.size();
     ReadChunk(i);
   }
 
-  // Takes back a credit. A WRITE has used it up, and the server returns it when
-  // it has saved the chunk.
+  // Takes back a credit, which a WRITE has used up.
   void HandleCredit(const std::string& body) {
-    AppCreditMessage credit = {};
-    body.copy(reinterpret_cast<char*>(&credit), sizeof(credit));
-    if (credit.slot >= slots.size() || slots[credit.slot].credit) {
-      throw BadMessage("CREDIT");
-    }
-    slots[credit.slot].credit = true;
+    uint64_t i = 0;
+    body.copy(reinterpret_cast<char*>(&i), sizeof(i));
+    if (i >= slots.size() || slots[i].credit) throw BadMessage("CREDIT");
+    slots[i].credit = true;
   }
 };
 
@@ -1152,16 +1130,12 @@ int main(int argc, char** argv) {
       printf("%s", kUsage);
       return 0;
     }
-    if (args.size() > 3) {
-      throw std::invalid_argument("wrong number of arguments");
-    }
-    std::error_code ignored;
-    if (args.size() == 1 && std::filesystem::is_directory(args[0], ignored)) {
+    if (args.size() == 1 && std::filesystem::is_directory(args[0])) {
       ServerMain(argv[0], args[0]);
       return 0;
     }
-    if (args.size() == 1) {
-      throw std::invalid_argument("no directory, and no ADDRESS FILE");
+    if (args.size() == 1 || args.size() > 3) {
+      throw std::invalid_argument("wrong number of arguments");
     }
     size_t num_slots =
         args.size() > 2 ? ParseNumber(args[2], kMaxSlots) : kDefaultSlots;

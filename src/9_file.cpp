@@ -542,10 +542,10 @@ struct Session {
   // Client: polls until `done` returns true. Errors say `what` we were doing.
   // A server must not wait like this: all its clients would have to wait, too.
   void WaitUntil(const char* what, const std::function<bool()>& done) {
-    heard_at = Clock::now();
+    Clock::time_point begun_at = heard_at = Clock::now();
     for (size_t polls = 1; !done(); ++polls) {
       // Over shm, the server may crash if we leave during our first contact.
-      if (g_interrupted && Clock::now() - heard_at > kContactGrace) {
+      if (g_interrupted && Clock::now() - begun_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
       CheckSilence(heard_at, what);

@@ -452,14 +452,6 @@ MUTANTS |= {
         "they do not pile up", "12_sleep",
         "    if (session.mailbox.unsent >= kRecvCount) {\n", "    if (false) {\n",
         "test_attacks.py test_answers_that_nobody_takes"),
-    "number-of-another": Mutant(
-        "only a client itself says which of its chunks have arrived", "9_file",
-        "return chunk ^ (nonce | 1u << 31);", "return chunk ^ 1u << 31;",
-        "test_file.py test_number_of_another"),
-    "idle-sender": Mutant(
-        "whoever is only alive leaves its place to those who wait", "9_file",
-        "        if (!client.done && !line.visitors.empty()) client.CheckIdle();\n", "",
-        "test_strangers.py test_idle_senders"),
     "torn-version": Mutant(
         "half of a version is not that of a free record", "10_lock",
         "return checksum == (version == 0 ? 0 : Checksum());",
@@ -596,13 +588,86 @@ MUTANTS |= {
         "test_malloc.py test_ and not allocator"),
     "credit": Mutant(
         "the sender waits for a credit", "9_file",
-        "if (!slot.full || !slot.credit) return;", "if (!slot.full) return;",
-        "test_file.py test_"),
-    "next-chunk": Mutant(
-        "a number names the chunk that is next in its slot", "9_file",
-        "if (slot.chunk != chunk || slot.save.valid()) return;",
-        "if (slot.save.valid()) return;",
-        "test_file.py test_credits"),
+        "if (!slot.credit || !Ended(slot.read)) return;", "if (!Ended(slot.read)) return;",
+        "test_file.py test_slow_disk"),
+    "lent-slot": Mutant(
+        "only a slot that is lent can be filled", "9_file",
+        "if (slot.chunk >= num_chunks || slot.save.valid()) {",
+        "if (slot.chunk >= num_chunks) {",
+        "test_file.py test_chunk_without_credit and saved"),
+    "last-chunk": Mutant(
+        "a slot is not filled after the last chunk", "9_file",
+        "if (slot.chunk >= num_chunks || slot.save.valid()) {",
+        "if (slot.save.valid()) {",
+        "test_file.py test_chunk_without_credit and many"),
+    "disk-in-a-thread": Mutant(
+        "the server waits for no disk", "9_file",
+        "      if (!Ended(slot.save)) continue;\n", "      if (!slot.save.valid()) continue;\n",
+        "test_file.py test_disk_that_stands_still"),
+    "checksum-last": Mutant(
+        "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
+        "      file->part.Write(data, size, slot.chunk * kChunkSize);\n"
+        "      // Afterwards, so that it reveals a WRITE that came while we wrote.\n"
+        "      if (XXH3_64bits_withSeed(data, size, slot.chunk) != message.checksum) {\n"
+        "        throw std::runtime_error(\"a checksum is not correct\");\n"
+        "      }\n",
+        "      if (XXH3_64bits_withSeed(data, size, slot.chunk) != message.checksum) {\n"
+        "        throw std::runtime_error(\"a checksum is not correct\");\n"
+        "      }\n"
+        "      file->part.Write(data, size, slot.chunk * kChunkSize);\n",
+        "test_file.py test_write_while_saving"),
+    "sync-file": Mutant(
+        "a file is saved when it is on disk", "9_file",
+        'if (fsync(part.fd) != 0) throw SystemError("cannot sync " + part.path);', "",
+        "test_file.py test_disk_that_forgets"),
+    "sync-name": Mutant(
+        "a file is saved when its name is on disk", "9_file",
+        'if (fsync(dir) != 0) throw SystemError("cannot sync the directory");', "",
+        "test_file.py test_disk_that_forgets"),
+    "replace": Mutant(
+        "a file that exists is not replaced", "9_file",
+        "linkat(dir, part.path.c_str(), dir, name.c_str(), 0)",
+        "renameat(dir, part.path.c_str(), dir, name.c_str())",
+        "test_file.py test_created_meanwhile"),
+    "part-stays": Mutant(
+        "half a file goes", "9_file",
+        "  ~TargetFile() { unlinkat(dir, part.path.c_str(), 0); }\n", "",
+        "test_file.py test_file_size_limit"),
+    "way-out": Mutant(
+        "a name does not lead out of the directory", "9_file",
+        'std::string("/\\0", 2)', 'std::string("\\0", 1)',
+        "test_file.py test_names"),
+    "size-limit": Mutant(
+        "a file that exceeds a limit does not end the server", "9_file",
+        "  signal(SIGXFSZ, SIG_IGN);\n", "",
+        "test_file.py test_file_size_limit"),
+    "failed-writer": Mutant(
+        "a client that hears why its file is not saved keeps its slots until then", "9_file",
+        "      session.Send(AppMessageType::kFailed, e.what());\n",
+        "      session.Send(AppMessageType::kFailed, e.what());\n      done = true;\n",
+        "test_file.py test_failed_while_it_writes"),
+    "leavers-at-the-disk": Mutant(
+        "nobody waits until the disk has saved what is left of others", "9_file",
+        "      return client.done && !client.DiskBusy();", "      return client.done;",
+        "test_file.py test_disk_that_stands_still"),
+    "patient-server": Mutant(
+        "a server whose disk is slow says that it is still at it", "9_file",
+        "        Report();\n", "",
+        "test_file.py test_disk_slower_than_patience"),
+    "patient-sender": Mutant(
+        "a client that waits for a disk says that it is still at it", "9_file",
+        "    reported_at = Clock::now();\n    session.Send(AppMessageType::kProgress);\n  }\n"
+        "\n  // Takes",
+        "  }\n\n  // Takes",
+        "test_file.py test_disk_slower_than_patience"),
+    "saved-early": Mutant(
+        "a file is not saved before all of it is sent", "9_file",
+        "               read_chunks < num_chunks) {", "               slots.empty()) {",
+        "test_file.py test_bad_answers"),
+    "sender-says-bye": Mutant(
+        "a sender that gives up says so", "9_file",
+        "    session.SayBye();\n    if (!error.empty())", "    if (!error.empty())",
+        "test_file.py test_source_shrinks"),
     "handlers-again": Mutant(
         "a second signal ends the process, also if an endpoint is opened before it",
         "14_strangers", "if (!g_interrupted) InstallSignalHandlers();",
@@ -632,31 +697,6 @@ MUTANTS |= {
         "no answers pile up", "8_malloc",
         "while (session.mailbox.unsent == 0) {", "while (true) {",
         "test_malloc.py test_flood and shm"),
-    "sync-file": Mutant(
-        "a file is saved when it is on disk", "9_file",
-        'if (fsync(file) != 0) throw SystemError("cannot sync " + path);', "",
-        "test_file.py test_disk_that_forgets"),
-    "sync-name": Mutant(
-        "a file is saved when its name is on disk", "9_file",
-        'if (fsync(dir) != 0) throw SystemError("cannot sync the directory");', "",
-        "test_file.py test_disk_that_forgets"),
-    "longer": Mutant(
-        "a file that is longer than it says is not sent", "9_file",
-        'throw std::runtime_error("the file is longer than it says");', "return;",
-        "test_file.py test_longer_than_it_says"),
-    "leavers": Mutant(
-        "clients that have left count until their chunks are saved", "9_file",
-        "bool full = clients.size() >= kMaxClients",
-        "bool full = std::count_if(clients.begin(), clients.end(), [](auto& client) {\n"
-        "        return !client.done;\n"
-        "      }) >= int(kMaxClients)",
-        "test_file.py test_slow_leavers"),
-    "refused-writer": Mutant(
-        "a client that is refused has time to hear it", "9_file",
-        "      if (state != State::kRefused) RefuseFile(e.what());\n",
-        "      RefuseFile(e.what());\n"
-        "      throw;\n",
-        "test_file.py test_refused_while_it_writes"),
     "lease-of-a-turn": Mutant(
         "a lease begins with the turn", "10_lock",
         "        changed_at = Clock::now();\n", "",
@@ -866,14 +906,6 @@ MUTANTS |= {
         "no WRITE is longer than the provider takes", "14_strangers",
         "msg.page_size > session.mailbox.domain.info->ep_attr->max_msg_size ||", "",
         "test_strict.py test_long_pages and 14_strangers"),
-    "checksum-last": Mutant(
-        "a WRITE that comes while a chunk is saved is in its checksum", "9_file",
-        "      file.Write(data, size, slot.chunk * chunk_size);\n"
-        "      // Afterwards, so that it reveals a WRITE that came while we wrote.\n"
-        "      slot.checksum = Checksum(slot.chunk, data, size);\n",
-        "      slot.checksum = Checksum(slot.chunk, data, size);\n"
-        "      file.Write(data, size, slot.chunk * chunk_size);\n",
-        "test_file.py test_write_while_saving"),
     "rail-failed-write": Mutant(
         "a WRITE that has failed on a rail is written again", "11_rails",
         "if (!op.error.empty()) again.insert(op.number);", "",
@@ -993,22 +1025,12 @@ MUTANTS |= {
         "    auto request",
         "    auto request",
         "test_strangers.py test_idle_clients and 8_malloc"),
-    "leavers-at-the-disk": Mutant(
-        "nobody waits until the disk has saved what is left of others", "9_file",
-        "      return client.done && !client.DiskBusy() && client.session.HasLeft();",
-        "      return client.done && client.session.HasLeft();",
-        "test_file.py test_disk_that_stands_still"),
-    "no-thread": Mutant(
-        "a client hears why its chunk can't be saved", "9_file",
-        "      arrived.push_back(ChunkNumber(imm_data, session.nonce));",
-        "      SaveChunk(ChunkNumber(imm_data, session.nonce));",
-        "test_file.py test_no_thread"),
     "one-endpoint-a-round": Mutant(
-        "a server opens one endpoint, then looks at its clients", "9_file",
+        "a server opens one endpoint, then looks at its clients", "14_strangers",
         "      if (!full && !line.visitors.empty()) {\n",
         "      for (; !full && !line.visitors.empty();\n"
         "           full = clients.size() >= kMaxClients) {\n",
-        "test_watch.py test_one_endpoint_a_round and 9_file"),
+        "test_watch.py test_one_endpoint_a_round and 14_strangers"),
     "claim-again": Mutant(
         "a key of a client that has gone belongs to the next one in its seat", "10_lock",
         "      if (before == 0 || before == key) return place;",

@@ -128,7 +128,7 @@ def test_in_a_session(run, serve, program, provider):
             client.expect("error: bad message: ")
             assert len(server.errors()) == list(bad).index(what) + 1, what
             if server.entry.tells_why:
-                client.send(base(BYE))
+                client.send(server.entry.base(BYE))
                 client.expect("Done")
     server.check_client()
     server.stop()

@@ -464,6 +464,7 @@ struct Session {
   std::deque<Message> inbox;     // that have arrived
   fi_addr_t peer = FI_ADDR_UNSPEC;
   Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Clock::time_point opened_at = heard_at;
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
   explicit Session(Domain& open_domain)
@@ -542,10 +543,10 @@ struct Session {
   // Client: polls until `done` returns true. Errors say `what` we were doing.
   // A server must not wait like this: all its clients would have to wait, too.
   void WaitUntil(const char* what, const std::function<bool()>& done) {
-    Clock::time_point begun_at = heard_at = Clock::now();
+    heard_at = Clock::now();
     for (size_t polls = 1; !done(); ++polls) {
       // Over shm, the server may crash if we leave during our first contact.
-      if (g_interrupted && Clock::now() - begun_at > kContactGrace) {
+      if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
       CheckSilence(heard_at, what);

@@ -723,7 +723,7 @@ def test_bad_answers(run, build):
     source = run.new_folder() + "/file"
     answers = {**BAD_ANSWERS, "FAILED": [plain(FAILED) + b"no"]}
     write_source(source, 0, 1)  # otherwise, it might be a WRITE that fails first
-    write_source(source + "1", 1, 1)
+    write_source(source + "1", 2 * MIB, 1)  # of which one slot takes a half
 
     def check(what):
         sent = source + "1" * (what == "SAVED before the end")

@@ -25,7 +25,7 @@ Targets, with 8 slots:
 Variables:
   RUNS       the number of runs of each (3); the median counts
   FILE_SIZE  of the file (1G); /dev/shm must have room for two and a half of it
-  SLOTS      numbers of slots ("1 2 4 8 16 64")
+  SLOTS      numbers of slots ("1 2 4 8 16")
   PROVIDERS, LINK, BUILD  as in bench.py
 """
 
@@ -42,7 +42,7 @@ import bench
 from bench import ANY_CORE, BUILD, background, run, show
 
 FILE_SIZE = bench.to_bytes(os.environ.get("FILE_SIZE", "1G"))
-SLOTS = sorted(int(n) for n in os.environ.get("SLOTS", "1 2 4 8 16 64").split())
+SLOTS = sorted(int(n) for n in os.environ.get("SLOTS", "1 2 4 8 16").split())
 MEMORY = "/dev/shm"
 CHUNK_SIZE = 1 << 20     # of 9_file
 DEFAULT_SLOTS = 8        # of 9_file

@@ -9,7 +9,7 @@ import threading
 import time
 
 from harness import BUILD, provider_in
-from messages import (ACCEPT, BYE, CONNECT, CREDIT, FILE_ALIVE, FREE, MALLOC,
+from messages import (ACCEPT, BYE, CONNECT, CREDIT, FAILED, FILE_ALIVE, FREE, MALLOC, PROGRESS,
                       READY, REFUSAL, REFUSED, REPLY, WAIT, address_message, base, crowd_base,
                       crowd_connect, crowd_request, plain, put, read_address, read_crowd,
                       read_reply, request, type_and_nonce, type_of, with_nonce)
@@ -229,8 +229,8 @@ class Borrower(FakeClient):
 
 class FileSender(FakeClient):
     """A client of 9_file, in a session of its own. All of its files are full of
-    zeros, as the slots are. So it may do without WRITEs, and say by a CHUNK that a
-    chunk has been written."""
+    zeros, as the slots are. So it may do without WRITEs, and say by a CHUNK that one
+    is there."""
 
     def __init__(self, run, server):
         super().__init__(run, server)
@@ -238,8 +238,8 @@ class FileSender(FakeClient):
         self.open_session()
 
     def answer(self):
-        """Returns the next message of the server, and ignores that it is alive."""
-        while (message := self.receive()) == base(FILE_ALIVE):
+        """Returns the next message of the server, and ignores that it is still at it."""
+        while (message := self.receive()) == plain(PROGRESS):
             pass
         return message
 
@@ -247,33 +247,25 @@ class FileSender(FakeClient):
         """Sends a PUT. Returns how many slots the server lends."""
         self.send(put(*args, **kwargs))
         message = self.answer()
-        assert message[:8] == base(READY), message
-        num_slots, _, addr, _, key = struct.unpack_from("<2I3Q", message, 8)
+        assert message[:4] == plain(READY), message
+        addr, key, num_slots = struct.unpack_from("<3Q", message, 4)
         self.slots = (addr, key)
         return num_slots
 
-    def number_of(self, chunk):
-        """What tells the server, as immediate data, that this chunk has arrived."""
-        return (chunk ^ (self.nonce | 1 << 31)) % 2**32
-
-    def write(self, number):
-        """WRITEs 8 zeros into the first slot, with this number as immediate data."""
-        addr, key = self.slots
-        self.command(f"write {addr} {key} {number} {bytes(8).hex()}", "written")
-
-    def credits(self):
-        """Returns the slots of the next CREDIT."""
+    def credit(self):
+        """Returns the slot of the next CREDIT."""
         message = self.answer()
-        assert message[:8] == base(CREDIT), message
-        return list(struct.unpack(f"<{len(message) // 4 - 2}I", message[8:]))
+        assert message[:4] == plain(CREDIT), message
+        return struct.unpack("<Q", message[4:])[0]
 
-    def refusal(self):
-        """Returns the reason that the server gives, and leaves."""
-        message = self.answer()
-        assert message[:8] == base(REFUSED), message
-        reason = message[8:].decode()
+    def failure(self):
+        """Returns the reason that the server gives, and leaves. Credits may come before."""
+        while (message := self.answer())[:4] == plain(CREDIT):
+            pass
+        assert message[:4] == plain(FAILED), message
+        reason = message[4:].decode()
         self.expect("error: " + re.escape(reason) + "$")
-        self.send(base(BYE))
+        self.send(plain(BYE))
         self.expect("Done")
         return reason
 

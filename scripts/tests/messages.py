@@ -9,7 +9,8 @@ CONNECT, ACCEPT, BYE, WAIT, REFUSED = range(1, 6)
 TEXT = 6  # of 5_reverse and 12_sleep
 RANDOM_FILL, PROGRESS = 6, 7  # of 6_write, 7_queue, 11_rails and 14_strangers
 MALLOC, FREE, REPLY, REFUSAL, ALIVE = range(6, 11)  # of 8_malloc
-PUT, READY, CHUNK, CREDIT, END, SAVED, FILE_ALIVE = range(6, 13)  # of 9_file
+PUT = 6  # and PROGRESS, of 9_file
+READY, CHUNK, CREDIT, SAVED, FAILED = range(8, 13)
 JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
 # Of 13_crowd, which knows no WAIT.
 CROWD_REFUSED, GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(4, 11)
@@ -132,23 +133,22 @@ def report(entries=0, changes=0):
 
 def put(name=b"file", size=0, slots=1):
     """A PUT to the server of 9_file."""
-    return base(PUT) + struct.pack("<QI252s", size, slots, name)
+    return plain(PUT) + struct.pack("<2Q", size, slots) + name
 
 
-def ready(slots=4, chunk_size=1 << 20, size=None):
+def ready(slots=4):
     """A READY of the server of 9_file. The memory is not there."""
-    return base(READY) + struct.pack(
-        "<2I3Q", slots, chunk_size, 0, slots * chunk_size if size is None else size, 1)
+    return plain(READY) + struct.pack("<3Q", 0, 1, slots)
 
 
-def numbers(type_, *which):
-    """A CHUNK or a CREDIT of 9_file."""
-    return base(type_) + struct.pack(f"<{len(which)}I", *which)
+def chunk(slot, checksum=0):
+    """A CHUNK to the server of 9_file."""
+    return plain(CHUNK) + struct.pack("<2Q", slot, checksum)
 
 
-def end(checksum):
-    """An END to the server of 9_file."""
-    return base(END) + struct.pack("<Q", checksum)
+def credit(slot):
+    """A CREDIT of the server of 9_file."""
+    return plain(CREDIT) + struct.pack("<Q", slot)
 
 
 def crowd_base(type_, number=0, nonce=0):

@@ -4,10 +4,10 @@ those in WITHOUT_ENTRY."""
 import typing
 
 from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
-                      FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED,
-                      STORE, TABLE_REPLY, TEXT, WAIT, alive, append, base, crowd_base,
-                      crowd_request, end, fill, fill_repeatedly, guarded_fill, nonce_fill,
-                      numbers, plain, put, report, request)
+                      FAILED, FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED,
+                      STORE, TABLE_REPLY, TEXT, USAGE, WAIT, alive, append, base, chunk,
+                      credit, crowd_base, crowd_request, end, fill, fill_repeatedly,
+                      guarded_fill, nonce_fill, numbers, plain, put, report, request)
 
 # Where something is left out, what many programs share, letter for letter, is tried with
 # these.
@@ -180,7 +180,7 @@ WRONG_FILES = {
     "fraction": [ADDRESS, "Makefile", "1.5"],
     "empty slots": [ADDRESS, "Makefile", ""],
     "space": [ADDRESS, "Makefile", " 1"],
-    "too many slots": [ADDRESS, "Makefile", "65"],
+    "too many slots": [ADDRESS, "Makefile", "17"],
     "overflow": [ADDRESS, "Makefile", str(2**64 + 1)],
     "too many": [ADDRESS, "Makefile", "8", "8"],
 }
@@ -280,22 +280,23 @@ BAD_REQUESTS = {
 }
 GOOD_PUT = put(size=9 << 20, slots=8)
 BAD_FILES = {
-    "PUT cut short": [GOOD_PUT[:-1]],
+    **BAD_PLAIN,
+    "PUT cut short": [GOOD_PUT[:19]],
     "no slots": [put(size=9 << 20, slots=0)],
-    "too many slots": [put(size=9 << 20, slots=65)],
-    "slots huge": [put(size=9 << 20, slots=2**32 - 1)],
-    "CHUNK before PUT": [numbers(CHUNK, 0)],
-    "END before PUT": [end(0)],
+    "too many slots": [put(size=9 << 20, slots=17)],
+    "slots huge": [put(size=9 << 20, slots=HUGE)],
+    "no name": [put(b"", size=9 << 20)],
+    "CHUNK before PUT": [chunk(0)],
     "second PUT": [GOOD_PUT, GOOD_PUT],
-    "CHUNK beyond the end": [GOOD_PUT, numbers(CHUNK, 9)],
-    "CHUNK huge": [GOOD_PUT, numbers(CHUNK, 2**32 - 1)],
-    "half a CHUNK": [GOOD_PUT, numbers(CHUNK, 0)[:-1]],
-    "END cut short": [GOOD_PUT, end(0)[:-1]],
-    "READY": [GOOD_PUT, base(READY) + bytes(32)],
-    "CREDIT": [GOOD_PUT, numbers(CREDIT, 0)],
-    "SAVED": [GOOD_PUT, base(SAVED)],
-    "after good ones": [GOOD_PUT, numbers(CHUNK, 0, 1), end(0), base(99)],
-    "after the END": [put(), end(0), numbers(CHUNK, 0)],
+    "no such slot": [GOOD_PUT, chunk(8)],
+    "slot huge": [GOOD_PUT, chunk(HUGE)],
+    "half a CHUNK": [GOOD_PUT, chunk(0)[:-8]],
+    "CHUNK of an empty file": [put(b"empty"), chunk(0)],
+    "READY": [GOOD_PUT, plain(READY) + bytes(24)],
+    "CREDIT": [GOOD_PUT, credit(0)],
+    "SAVED": [GOOD_PUT, plain(SAVED)],
+    "FAILED": [GOOD_PUT, plain(FAILED) + b"no"],
+    "after a good one": [GOOD_PUT, plain(PROGRESS), plain(99)],
 }
 BAD_CROWDS = {
     "type": [crowd_request(99)],
@@ -391,7 +392,6 @@ TABLE = {
         most_added=45),
     "9_file": Entry(
         success="The server has saved the file.",
-        guarded=True,
         long=["1000000000", "1"],
         wrong=WRONG_FILES,
         sizes=[["0"], ["1"], ["1048577", "1"], ["30000000", "8"]],
@@ -403,7 +403,6 @@ TABLE = {
         killed_in="test_file.py",
         bad_sessions=BAD_FILES,
         work=GOOD_PUT,
-        left="error: the client has left before its file was saved$",
         tells_why=True,
         most_added=45),
     "10_lock": Entry(

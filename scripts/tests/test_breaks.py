@@ -249,7 +249,7 @@ def test_9_file(run, broken, tmp_path, provider):
     client = run([wrong.path, right.address, str(source), "2"], **env)
     assert client.wait() == 1, client.output
     assert client.output.endswith(
-        "\nerror: the server has refused: the checksum of the file is not correct\n")
+        "\nerror: the server: a checksum is not correct\n")
     wrong.stop()
     right.stop()
 

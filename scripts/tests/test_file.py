@@ -5,11 +5,9 @@ import concurrent.futures
 import contextlib
 import filecmp
 import os
-import pty
 import random
 import re
 import resource
-import select
 import signal
 import subprocess
 import time
@@ -19,9 +17,8 @@ import pytest
 from fakes import FakeServer, FileSender
 from harness import (BUILD, LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, address_of,
                      write_source)
-from marks import sturdy_providers
-from messages import (BYE, CHUNK, CREDIT, FILE_ALIVE, PUT, REFUSED, SAVED, base, end,
-                      numbers, put, ready)
+from messages import (BYE, FAILED, PROGRESS, PUT, SAVED, chunk, credit, plain, put,
+                      ready)
 from repository import ROOT
 
 MIB = 1 << 20  # bytes of a chunk
@@ -33,12 +30,6 @@ ZEROS = [0x918780b90550bf34, 0x9d7d2e9aaa03f330, 0x511f3e0f81b878ab,
 # How many senders test_senders_that_go kills, and twice as many as
 # test_servers_that_go kills servers. KILLS=50 takes minutes.
 KILLS = int(os.environ.get("KILLS", "4"))
-MESSAGES = {"NO_IMMEDIATE_DATA": "1"}
-
-# What the server says of a client that leaves while a CREDIT may be on its way to it. Some
-# providers report the closed connection before its last message, BYE.
-LEFT = "error: (the client has left before its file was saved|SEND failed: )"
-
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
                                         ids=["default", "shm"])
@@ -99,9 +90,8 @@ def waiting_disk(run):
 
 # ---- Files of every size ----
 
-# Bytes, and slots. The variable makes a client say by messages what it has written.
-CASES = [(0, 8, {}), (1, 8, {}), (MIB - 1, 8, {}), (MIB, 8, {}), (MIB + 1, 1, {}),
-         (20 * MIB, 3, {}), (MIB + 1, 8, MESSAGES), (20 * MIB, 3, MESSAGES)]
+# Bytes, and slots.
+CASES = [(0, 8), (1, 8), (MIB - 1, 8), (MIB, 8), (MIB + 1, 1), (20 * MIB, 3)]
 
 
 def check_all(server, clients):
@@ -123,8 +113,8 @@ def test_sizes(serve, provider):
     # At a time: over sockets, one of many now and then hears nothing for 10 s.
     count = 1 if provider == "sockets" else len(CASES)
     for i in range(0, len(CASES), count):
-        check_all(server, [server.start_client(str(size), str(slots), **env)
-                           for size, slots, env in CASES[i:i + count]])
+        check_all(server, [server.start_client(str(size), str(slots))
+                           for size, slots in CASES[i:i + count]])
     server.stop()
 
 
@@ -133,28 +123,10 @@ def test_many_slots(serve):
     """More chunks than there can be slots. A small file gets no more slots than it
     has chunks."""
     server = serve("9_file")
-    server.check_client(str(70 * MIB), "64", **MESSAGES)
-    assert " into 64 slots of " in server.process.output
-    server.check_client(str(2 * MIB + 1), "64")
-    assert " into 3 slots of " in server.process.output
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-@pytest.mark.skipif("BIG" not in os.environ, reason="BIG=1: takes half a minute")
-@two_providers
-def test_beyond_4_gib(serve, provider):
-    """Numbers of 32 bits would not do for this file. It takes 5 GiB of memory."""
-    server = serve("9_file", provider)
-    size = 5 << 30
-    path = server.new_source(size)
-    with open(path, "r+b") as file:  # not only zeros at the end
-        file.seek(size - 4321)
-        file.write(b"the end of a very large file")
-    client = server.start_client(path)
-    assert client.wait(300) == 0, client.output
-    client.source = path
-    server.check_file(client)
+    server.check_client(str(70 * MIB), "16")
+    assert " into 16 slots" in server.process.output
+    server.check_client(str(2 * MIB + 1), "16")
+    assert " into 3 slots" in server.process.output
     server.stop()
 
 
@@ -216,12 +188,10 @@ def test_no_directory(run, build):
     os.mkfifo(folder + "/pipe")
     os.symlink("nobody", folder + "/link")
     for given in ["missing", "file", "file/", "pipe", "link", "", "-x", "/dev/null",
-                  "0200a5c5c00002020000000000000000", "00" * 256, "x" * 5000]:
+                  "0200a5c5c00002020000000000000000"]:
         server = run([f"{ROOT}/{build}/9_file", given], cwd=folder)
         assert server.wait() == 2, (given, server.output)
-        assert re.match('error: "[^\n]*" is not a directory, .*\nUsage:\n',
-                        server.output), server.output
-        assert len(server.lines[0]) < 200
+        assert server.output.startswith("error: wrong number of arguments\nUsage:\n")
     assert sorted(os.listdir(folder)) == ["file", "link", "pipe"]
 
 
@@ -244,9 +214,9 @@ def test_two_terminals(run, build, provider):
     assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
     # Twice does not work, and without a directory, it would not work once.
     check_failure(run(["sh", "-c", command + "file"], cwd=folder),
-                  "the server has refused: file exists already")
+                  "the server: file exists already")
     check_failure(run(["sh", "-c", command + "received/file"], cwd=folder),
-                  "the server has refused: file exists already")
+                  "the server: file exists already")
     assert os.listdir(folder + "/received") == ["file"]
     server.signal(signal.SIGINT)
     assert server.wait() == 0
@@ -254,34 +224,28 @@ def test_two_terminals(run, build, provider):
 
 # ---- Names that are refused ----
 
-BAD_NAMES = {
-    b"": "the name is empty",
-    b".": "directory", b"..": "directory",
-    b"/": "/", b"../up": "/", b"/etc/passwd2": "/", b"sub/file": "/", b"a/": "/",
-    b"x" * 251: "longer", b"x" * 256: "longer",
-    b"a\nb": "control", b"\x1b[31mred": "control", b"\x7f": "control",
-    b"\ta": "control", b"a\r": "control", b"\xc2\x9b31mred": "control",
-}
+BAD_NAMES = [b"", b"/", b"../up", b"/etc/passwd2", b"sub/file", b"a/", b"a\0b", b"\0"]
 
 
 @pytest.mark.builds("sanitized")
 def test_names(run, serve):
-    """A name that leads elsewhere, or does something to a terminal. The sender hears
-    what is wrong with it, and nothing is written, inside the directory or outside."""
+    """A name that leads elsewhere, or that is none. The sender hears what is wrong, and
+    nothing is written, inside the directory or outside."""
     outside = run.new_folder()
     folder = f"{outside}/server"
     os.mkdir(folder)
     os.mkdir(folder + "/sub")
     server = serve("9_file", folder=folder)
     client = FileSender(run, server)
-    for name, reason in BAD_NAMES.items():
+    reasons = {**dict.fromkeys(BAD_NAMES, "bad message: PUT"), b".": "exists already",
+               b"..": "exists already", b"x" * 251: "File name too long"}
+    for name, reason in reasons.items():
         client.send(put(name))
-        assert reason in client.refusal()
+        assert reason in client.failure()
         client.open_session()
-    client.send(base(BYE))
-    client.expect("error: the client has left before its file was saved$")
-    assert len(server.errors()) == len(BAD_NAMES) + 1
-    assert not re.search(r"[^\n -~]", server.process.output)
+    client.send(plain(BYE))
+    client.expect("Done")
+    assert len(server.errors()) == len(reasons)
     assert os.listdir(outside) == ["server"] and os.listdir(folder) == ["sub"]
     assert not os.listdir(folder + "/sub")
     assert not os.path.exists("/etc/passwd2")
@@ -306,13 +270,14 @@ def test_existing_files(serve):
         "link": lambda path: os.symlink(outside + "/precious", path),
         "dangling": lambda path: os.symlink(outside + "/new", path),
     }
+    said = {"file": "file exists already", "file.part": "cannot open file.part: File exists"}
     for name, which in {"file": kinds, "file.part": ["link", "dangling"]}.items():
         path = f"{server.folder}/{name}"
         for kind in which:
             kinds[kind](path)
             before = os.lstat(path)
             client = server.start_client(source)
-            check_failure(client, rf"the server has refused: {name} exists already")
+            check_failure(client, f"the server: {said[name]}")
             after = os.lstat(path)
             assert (before.st_ino, before.st_mtime_ns, before.st_size) == \
                 (after.st_ino, after.st_mtime_ns, after.st_size)
@@ -339,7 +304,7 @@ def test_created_meanwhile(serve, waiting_disk):
     with open(f"{server.folder}/{name}", "w") as file:
         file.write("precious")
     waiting_disk.go_on()
-    check_failure(client, "the server has refused: cannot rename .*: File exists")
+    check_failure(client, "the server: cannot rename .*: File exists")
     server.process.wait_for(r"^\[1\] Done")
     assert os.listdir(server.folder) == [name]
     with open(f"{server.folder}/{name}") as file:
@@ -359,10 +324,10 @@ def test_no_source(serve, run):
     clients = {
         server.start_client(f"{folder}/{source}" if source else ""): error
         for source, error in {
-            "missing": "cannot open .*: No such file", "": "cannot open",
-            "link": "cannot open .*: No such file", "pipe": "not a regular file",
-            "/": "not a regular file", "../../../dev/null": "not a regular file",
-            "x" * 256: "cannot open .*too long"}.items()}
+            "missing": "No such file", "": "No such file", "link": "No such file",
+            "pipe": "cannot get file size", "/": "Is a directory",
+            "../../../dev/null": "cannot get file size",
+            "x" * 256: "too long"}.items()}
     for client, error in clients.items():
         check_failure(client, error)
     assert "CONNECT" not in server.process.output
@@ -398,56 +363,23 @@ def test_no_permission(serve, run, build):
     client = run([*wrapper, server.path, server.address, secret])
     check_failure(client, "cannot open .*: Permission denied")
     check_failure(server.start_client("1"),
-                  "the server has refused: cannot create .*: Permission denied")
+                  "the server: cannot open .*: Permission denied")
     server.process.wait_for(r"^\[1\] Done")
     assert len(server.errors()) == 1 and not os.listdir(folder)
     server.stop()
 
 
 @pytest.mark.builds("plain")
-def test_longer_than_it_says(serve):
-    """A file of the kernel, which makes it when somebody reads it: 0 bytes, it says."""
-    server = serve("9_file")
-    assert os.path.getsize("/proc/version") == 0
-    error = "the file is longer than it says"
-    check_failure(server.start_client("/proc/version"), error)
-    server.process.wait_for(r"^\[1\] error: the client has left before its file was")
-    check_empty(server)
-    server.stop()
-
-
-def shrink(file):
-    file.truncate(3 * MIB)
-
-
-def grow(file):
-    file.seek(0, os.SEEK_END)
-    file.write(b"more")
-
-
-def modify(file):
-    file.seek(5)
-    file.write(b"changed")
-
-
-@pytest.mark.builds("plain")
-@pytest.mark.parametrize("change", [shrink, grow, modify])
-def test_source_changes(serve, waiting_disk, change):
-    """The file would be neither the one that it was nor the one that it is. Both
-    sides say so, and nothing of it is left."""
+def test_source_shrinks(serve, waiting_disk):
+    """Both sides say so, and nothing of it is left."""
     server = serve("9_file", **waiting_disk.env)
     client = server.start_client(str(8 * MIB), "2")
     server.process.wait_for(waiting_disk.waits)
-    with open(client.source, "r+b") as file:
-        change(file)
+    os.truncate(client.source, 3 * MIB)
     waiting_disk.go_on()
-    error = "the file has changed while it was being sent"
-    if change is shrink:
-        error = "the file has become shorter"
-    check_failure(client, error)
-    server.process.wait_for(rf"^\[1\] {LEFT}")
+    check_failure(client, "is too short")
+    server.process.wait_for(r"^\[1\] Done")
     check_empty(server)
-    assert len(server.errors()) == 1
     server.check_client("1")
     server.stop()
 
@@ -475,7 +407,7 @@ def own_mounts():
     ('mount -t tmpfs -o size=6m none "$1"', 20 * MIB,
      "cannot write .*: No space left on device"),
     ('mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"', 1,
-     "cannot create .*: Read-only file system"),
+     "cannot open .*: Read-only file system"),
 ], ids=["full", "read-only"])
 def test_disk_full(serve, own_mounts, mount, size, error):
     """Both sides say so, nothing is left, and what fits is saved afterwards."""
@@ -484,7 +416,7 @@ def test_disk_full(serve, own_mounts, mount, size, error):
     # Only the server sees this disk.
     server.folder = f"/proc/{server.process.popen.pid}/root{server.folder}"
     client = server.start_client(str(size))
-    check_failure(client, "the server has refused: " + error)
+    check_failure(client, "the server: " + error)
     server.process.wait_for(r"^\[1\] error: " + error)
     check_empty(server)
     assert len(server.errors()) == 1
@@ -500,7 +432,7 @@ def test_file_size_limit(serve):
     resource.prlimit(server.process.popen.pid, resource.RLIMIT_FSIZE,
                      (3 * MIB, 3 * MIB))
     error = "cannot write .*: File too large"
-    check_failure(server.start_client(str(20 * MIB)), "the server has refused: " + error)
+    check_failure(server.start_client(str(20 * MIB)), "the server: " + error)
     server.process.wait_for(r"^\[1\] error: " + error)
     check_empty(server)
     assert len(server.errors()) == 1
@@ -517,8 +449,10 @@ def test_disk_that_forgets(serve, what, error):
     server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
                    REORDER_MS="0", NO_SYNC=what)
     check_failure(server.start_client("1"),
-                  f"the server has refused: {error}: Input/output error")
-    check_empty(server)
+                  f"the server: {error}: Input/output error")
+    server.process.wait_for("Done")
+    # It has its name already, and is whole.
+    assert len(os.listdir(server.folder)) == (what == "directory")
     assert len(server.errors()) == 1
     server.stop()
 
@@ -533,9 +467,9 @@ def test_directory_gone(serve, waiting_disk):
     os.unlink(f"{server.folder}/{os.listdir(server.folder)[0]}")
     os.rmdir(server.folder)
     waiting_disk.go_on()
-    check_failure(client, "the server has refused: cannot rename .*: No such file")
+    check_failure(client, "the server: cannot rename .*: No such file")
     check_failure(server.start_client("1"),
-                  "the server has refused: cannot open .*: No such file")
+                  "the server: cannot open .*: No such file")
     server.process.wait_for("Done", count=2)
     assert len(server.errors()) == 2
     server.stop()
@@ -556,8 +490,8 @@ def test_no_memory(serve):
     next."""
     server = serve("9_file")
     server.check_client("1")
-    limit_memory(server, 50 * MIB)
-    check_failure(server.start_client(str(70 * MIB), "64"), "the server has refused: ")
+    limit_memory(server, 10 * MIB)
+    check_failure(server.start_client(str(70 * MIB), "16"), "the server: ")
     check_empty(server)
     limit_memory(server)
     server.check_client(str(MIB))
@@ -589,49 +523,26 @@ def test_slow_disk(serve):
 
 
 @pytest.mark.builds("sanitized")
-@pytest.mark.parametrize("imm_data", [False, True], ids=["CHUNK", "immediate data"])
-def test_credits(run, serve, imm_data):
-    """A slot is lent again when its chunk has been saved, and not before. A chunk
-    that nobody has asked for, or that comes twice, changes nothing; the order does
-    not matter either."""
-    # With immediate data, ofi_rxm may crash.
-    server = serve("9_file", "shm" if imm_data else "", SLOW_DISK_MS="500")
+def test_credits(run, serve):
+    """A slot is lent again when its chunk has been saved, and not before; the order of
+    the chunks does not matter."""
+    server = serve("9_file", SLOW_DISK_MS="500")
     client = FileSender(run, server)
-
-    def arrived(*chunks):
-        if imm_data:
-            for chunk in chunks:
-                client.write(client.number_of(chunk))
-        else:
-            client.send(numbers(CHUNK, *chunks))
-
     assert client.put(size=4 * MIB, slots=2) == 2
     assert part_size(server) == 0
-    if imm_data:  # neither a chunk nor none
-        arrived(4, 5, 2**31, 2**32 - 1)
-        for number in 1, 2, 2**31, 2**32 - 1:
-            client.write(number)
-    # A number of the right slot, but not the one that it waits for.
-    arrived(3)
-    time.sleep(0.7)  # longer than saving it would take
     started = time.monotonic()
-    # Of these, only 1 and 0 are expected.
-    for chunks in [3], [1, 1], [1], [3, 2], [0]:
-        arrived(*chunks)
-    returned = client.credits()
+    client.send(chunk(1, ZEROS[1]))
+    assert client.credit() == 1
     assert time.monotonic() - started >= 0.5
-    assert part_size(server) >= MIB
-    while len(returned) < 2:
-        returned += client.credits()
-    assert sorted(returned) == [0, 1]
     assert part_size(server) == 2 * MIB
-    # The last chunks: nothing is lent any more.
-    arrived(3, 2)
-    client.send(end(sum(ZEROS) % 2**64))
-    assert client.answer() == base(SAVED)
-    assert time.monotonic() - started >= 1
-    arrived(*range(4))
-    client.send(base(BYE))
+    client.send(chunk(1, ZEROS[3]))
+    client.send(chunk(0, ZEROS[0]))
+    assert {client.credit(), client.credit()} == {0, 1}
+    client.send(chunk(0, ZEROS[2]))
+    while (message := client.answer()) != plain(SAVED):
+        assert message == credit(0)
+    assert time.monotonic() - started >= 1.5
+    client.send(plain(BYE))
     client.expect("Done")
     with open(f"{server.folder}/file", "rb") as file:
         assert file.read() == bytes(4 * MIB)
@@ -641,30 +552,32 @@ def test_credits(run, serve, imm_data):
 
 
 @pytest.mark.builds("sanitized")
-def test_checksum(run, serve):
-    """The chunks are not those that the sender had, or they are in the wrong
-    order."""
-    server = serve("9_file")
-    right = sum(ZEROS[:2]) % 2**64
+@pytest.mark.parametrize("what", ["while it is saved", "too many"])
+def test_chunk_without_credit(run, serve, what):
+    """A CHUNK for a slot that is not lent ends the transfer."""
+    server = serve("9_file", SLOW_DISK_MS="1000" if what == "while it is saved" else "0")
     client = FileSender(run, server)
-    for wrong in [0, right ^ 1, right ^ 1 << 63, 2 * ZEROS[0] % 2**64]:
+    client.put(size=2 * MIB, slots=2)
+    client.send(chunk(1, ZEROS[1]))
+    if what == "too many":
+        assert client.credit() == 1
+    client.send(chunk(1, ZEROS[1]))
+    assert "bad message: CHUNK" in client.failure()
+    check_empty(server)
+    server.stop()
+
+
+@pytest.mark.builds("sanitized")
+def test_checksum(run, serve):
+    """The chunks are not those that the sender had, or they are in the wrong order."""
+    server = serve("9_file")
+    client = FileSender(run, server)
+    for wrong in [0, ZEROS[0] ^ 1, ZEROS[0] ^ 1 << 63, ZEROS[1]]:
         client.put(size=2 * MIB, slots=2)
-        client.send(numbers(CHUNK, 0, 1))
-        client.send(end(wrong))
-        assert "checksum" in client.refusal()
+        client.send(chunk(0, wrong))
+        assert "checksum" in client.failure()
         check_empty(server)
         client.open_session()
-    # One that comes before the chunks is not the end.
-    client.put(size=2 * MIB, slots=2)
-    client.send(end(right))
-    client.send(numbers(CHUNK, 1))
-    time.sleep(0.2)
-    assert os.listdir(server.folder) == ["file.part"]
-    client.send(numbers(CHUNK, 0))
-    assert client.answer() == base(SAVED)
-    client.send(base(BYE))
-    client.expect("Done")
-    assert os.listdir(server.folder) == ["file"]
     server.stop()
 
 
@@ -675,13 +588,12 @@ def test_write_while_saving(run, serve, waiting_disk):
     server = serve("9_file", **waiting_disk.env)
     client = FileSender(run, server)
     client.put(size=MIB)
-    client.send(numbers(CHUNK, 0))
+    client.send(chunk(0, ZEROS[0]))
     server.process.wait_for(waiting_disk.waits)
     addr, key = client.slots
     client.command(f"overwrite {addr} {key}", "written")
     waiting_disk.go_on()
-    client.send(end(ZEROS[0]))
-    assert "checksum" in client.refusal()
+    assert "checksum" in client.failure()
     check_empty(server)
     server.stop()
 
@@ -693,15 +605,14 @@ def test_disk_that_stands_still(run, serve, waiting_disk):
     server = serve("9_file", **waiting_disk.env)
     client = FileSender(run, server)
     client.put(size=MIB)
-    client.send(numbers(CHUNK, 0))
+    client.send(chunk(0, ZEROS[0]))
     server.process.wait_for(waiting_disk.waits)
-    client.send(base(BYE))
-    client.expect("error: the client has left before its file was saved$")
+    client.send(plain(BYE))
+    client.expect("Done")
     client.open_session()
     client.put(b"empty")
-    client.send(end(0))
-    assert client.answer() == base(SAVED)
-    client.send(base(BYE))
+    assert client.answer() == plain(SAVED)
+    client.send(plain(BYE))
     client.expect("Done")
     assert sorted(os.listdir(server.folder)) == ["empty", "file.part"]
     waiting_disk.go_on()
@@ -711,75 +622,47 @@ def test_disk_that_stands_still(run, serve, waiting_disk):
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("imm_data", [False, True], ids=["CHUNK", "immediate data"])
-def test_no_thread(run, serve, imm_data):
-    """A server that can start no thread to save a chunk says so to its client, however
-    the chunk has come."""
-    # With immediate data, ofi_rxm may crash.
-    server = serve("9_file", "shm" if imm_data else "")
+def test_no_thread(run, serve):
+    """A server that can start no thread to save a chunk says so to its client."""
+    server = serve("9_file")
     client = FileSender(run, server)
     client.put(size=MIB)
     # A thread needs a stack of 8 MiB.
     limit_memory(server, MIB)
-    if imm_data:
-        client.write(client.number_of(0))
-    else:
-        client.send(numbers(CHUNK, 0))
-    assert "cannot start a thread" in client.refusal()
+    client.send(chunk(0, ZEROS[0]))
+    assert "Resource temporarily unavailable" in client.failure()
     limit_memory(server)
     check_empty(server)
     server.check_client(str(MIB))
     server.stop()
 
 
+@pytest.mark.builds("plain")
+def test_disk_slower_than_patience(serve):
+    """A chunk takes longer than the ten seconds after which a silent side is given up:
+    both say that they are still there."""
+    server = serve("9_file", SLOW_DISK_MS="12000")
+    client = server.check_client("1")
+    assert client.seconds > 12
+    server.stop()
+
+
 # ---- Messages ----
 
 @pytest.mark.builds("sanitized")
-def test_bad_senders(run, serve):
-    """Senders that lie. Nothing of their files is left, and others send theirs
+def test_sizes_that_lie(run, serve):
+    """A file that would fill any disk. Nothing of it is left, and others send theirs
     meanwhile."""
     server = serve("9_file")
     with server.others(str(3 * MIB), count=1):
         client = FileSender(run, server)
-        for size in 2**64 - 1, (1 << 50) + 1:
-            client.send(put(size=size))
-            assert "too large" in client.refusal()
+        for size in 2**64 - 1, 2**63, 1 << 50:
+            assert client.put(size=size, slots=16) == 16
+            client.send(chunk(0, ZEROS[0]))
+            assert client.credit() == 0
+            client.send(plain(BYE))
+            client.expect("Done")
             client.open_session()
-        # It would fill any disk, but nothing of it has come.
-        assert client.put(size=1 << 50, slots=64) == 64
-        client.send(base(BYE))
-        client.expect("error: the client has left before its file was saved")
-        # In the middle.
-        client.open_session()
-        client.put(size=9 * MIB, slots=3)
-        client.send(numbers(CHUNK, 0, 1))
-        client.send(base(BYE))
-        client.expect("error: the client has left before its file was saved")
-    assert not re.search(r"[^\n -~\ufffd]", server.process.output)
-    check_empty(server)
-    server.stop()
-
-
-@pytest.mark.builds("sanitized")
-def test_number_of_another(run, serve):
-    """A client may WRITE into a slot of its own and send any number along, also to the
-    session of another client. It cannot say that a chunk of that one has arrived."""
-    server = serve("9_file", "shm")  # with immediate data, ofi_rxm may crash
-    client, other = FileSender(run, server), FileSender(run, server)
-    client.put(b"file", 4 * MIB, 2)
-    other.put(b"other", 4 * MIB, 2)
-    other.peer(client.session)
-    for number in 1, 2, 2**31, 2**31 + 1, other.number_of(0), other.number_of(1):
-        other.write(number)
-    time.sleep(0.5)  # longer than saving it would take
-    assert os.path.getsize(f"{server.folder}/file.part") == 0
-    client.write(client.number_of(0))
-    assert client.credits() == [0]
-    assert os.path.getsize(f"{server.folder}/file.part") == MIB
-    other.peer(other.session)
-    for sender in client, other:
-        sender.send(base(BYE))
-        sender.expect("Done")
     check_empty(server)
     server.stop()
 
@@ -790,9 +673,9 @@ def test_bad_message_once(run, serve):
     server = serve("9_file")
     client = FileSender(run, server)
     client.put(size=9 * MIB, slots=3)
-    for message in [base(99)] * 3 + [base(REFUSED)] * 3 + [base(BYE)]:
+    for message in [plain(99)] * 3 + [plain(FAILED)] * 3 + [plain(BYE)]:
         client.process.write(client.send_line(message))
-    client.expect("Done|error: waiting")
+    client.expect("Done")
     assert len(server.errors()) == 1, server.process.output
     check_empty(server)
     server.stop()
@@ -800,17 +683,18 @@ def test_bad_message_once(run, serve):
 
 @pytest.mark.builds("plain")
 @two_providers
-def test_refused_while_it_writes(run, serve, provider):
-    """A client hears why its file is refused before a WRITE of it fails: until it
+def test_failed_while_it_writes(run, serve, provider):
+    """A client hears why its file is not saved before a WRITE of it fails: until it
     leaves, its slots are there."""
     server = serve("9_file", provider)
     client = FileSender(run, server)
     client.put(size=9 * MIB, slots=3)
-    client.send(base(99))
+    client.send(plain(99))
     client.expect("error: bad message")
-    client.write(client.number_of(0))
-    assert "bad message" in client.answer()[8:].decode()
-    client.send(base(BYE))
+    addr, key = client.slots
+    client.command(f"overwrite {addr} {key}", "written")
+    assert "bad message" in client.answer()[4:].decode()
+    client.send(plain(BYE))
     client.expect("Done")
     check_empty(server)
     server.check_client("1")
@@ -818,49 +702,40 @@ def test_refused_while_it_writes(run, serve, provider):
 
 
 BAD_ANSWERS = {
-    "short": [ready()[:-1]],
-    "type": [base(99)],
+    "type": [plain(99)],
     "no slots": [ready(0)],
-    "too many slots": [ready(5)],
-    "slots huge": [ready(2**32 - 1, MIB, 2**64 - 1)],
-    "empty chunks": [ready(4, 0)],
-    "large chunks": [ready(4, MIB + 1)],
-    "huge chunks": [ready(4, 2**32 - 1, 2**64 - 1)],
-    "little memory": [ready(size=4 * MIB - 1)],
-    "CREDIT before READY": [numbers(CREDIT, 0)],
-    "SAVED before READY": [base(SAVED)],
-    "credit twice": [ready(), numbers(CREDIT, 0)],
-    "no such slot": [ready(1, 16), numbers(CREDIT, 1)],
-    "credit huge": [ready(1, 16), numbers(CREDIT, 2**32 - 1)],
-    "half a credit": [ready(1, 16), numbers(CREDIT, 0)[:-1]],
-    "second READY": [ready(1, 16), ready(1, 16)],
+    "too many slots": [ready(17)],
+    "slots huge": [ready(2**64 - 1)],
+    "CREDIT before READY": [credit(0)],
+    "SAVED before READY": [plain(SAVED)],
+    "SAVED before the end": [ready(1), plain(SAVED)],
+    "credit twice": [ready(4), credit(0)],
+    "no such slot": [ready(1), credit(1)],
+    "credit huge": [ready(1), credit(2**64 - 1)],
+    "second READY": [ready(1), ready(1)],
     "PUT": [put()],
 }
 
 
 @pytest.mark.builds("sanitized")
 def test_bad_answers(run, build):
-    """A client does not believe everything either. It says what is wrong with the
-    server, and a text from there does nothing to its terminal."""
+    """A client does not believe everything either, and says BYE."""
     source = run.new_folder() + "/file"
+    answers = {**BAD_ANSWERS, "FAILED": [plain(FAILED) + b"no"]}
     write_source(source, 0, 1)  # otherwise, it might be a WRITE that fails first
-    answers = {**BAD_ANSWERS, "a REFUSED": [base(REFUSED) + b"no"],
-               "a terrible REFUSED": [base(REFUSED) + b"\x1b[31mno\xc2\x9b\n"]}
+    write_source(source + "1", 2 * MIB, 1)  # of which one slot takes a half
 
     def check(what):
-        server = FakeServer(run, build, "9_file", source, "4")
-        assert server.receive_other_than(FILE_ALIVE)[:8] == base(PUT)
+        sent = source + "1" * (what == "SAVED before the end")
+        server = FakeServer(run, build, "9_file", sent, "4")
+        assert server.receive_other_than(PROGRESS)[:4] == plain(PUT)
         for message in answers[what]:
             server.send(message, "(sent|failed)")
+        errors = "bad message: |WRITE failed" if "the end" in what else "bad message: "
+        check_failure(server.client, "the server: no$" if what == "FAILED" else errors)
         if what == "type":
-            # The server hears of it.
-            while server.receive()[:8] != base(BYE):
+            while server.receive()[:4] != plain(BYE):
                 pass
-        error = "^error: bad message: "
-        if "REFUSED" in what:
-            error = r"the server has refused: (no|\?\[31mno\?\?\?)$"
-        check_failure(server.client, error)
-        assert not re.search(r"[^\n -~\ufffd]", server.client.output), what
 
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         list(pool.map(check, answers))
@@ -873,8 +748,7 @@ def test_many_senders(serve):
     """More than the server has room for, all at the same moment."""
     server = serve("9_file")
     check_all(server, [
-        server.start_client(str(number * 700_000), "2", **MESSAGES if number % 3 == 0
-                            else {}) for number in range(12)])
+        server.start_client(str(number * 700_000), "2") for number in range(12)])
     server.stop()
 
 
@@ -886,14 +760,14 @@ def test_slow_leavers(run, serve):
     client = FileSender(run, server)
     for number in range(CLIENTS_AT_A_TIME):
         client.put(b"file %d" % number, size=1)
-        client.send(numbers(CHUNK, 0))
-        client.send(base(BYE))
+        client.send(chunk(0, ZEROS[0]))
+        client.send(plain(BYE))
         client.expect("Done")
         # The last one has to wait until the first one has gone with its file.
         client.open_session()
     assert len(os.listdir(server.folder)) < CLIENTS_AT_A_TIME
-    client.send(base(BYE))
-    client.expect("error: the client has left before its file was saved")
+    client.send(plain(BYE))
+    client.expect("Done")
     check_empty(server)
     server.stop()
 
@@ -914,7 +788,7 @@ def test_same_name(serve, run):
             client.source = sources[clients.index(client)]
             server.check_file(client)
         else:
-            check_failure(client, "the server has refused: file(.part)? exists already")
+            check_failure(client, "the server: (file exists already|cannot open file.part: File exists)")
     assert not os.listdir(server.folder)
     assert len(server.errors()) == 2
     server.stop()
@@ -923,48 +797,39 @@ def test_same_name(serve, run):
 # ---- Processes that go ----
 
 @pytest.mark.builds("sanitized")
-@sturdy_providers
-@pytest.mark.thorough
+@two_providers
 def test_senders_that_go(run, serve, provider):
-    """Senders that are killed at any moment, one that is stopped, one that says no
-    more, and one that takes no answers. Nothing is left of their files: the server
-    waits for 10 s at most. It waits longer for one that says that it is alive. None
-    of them costs others anything."""
+    """Senders that are killed at any moment, and one that says no more. Nothing is left of
+    their files: the server waits for 10 s at most. It waits longer for one that says that
+    it is still at it. None of them costs others anything."""
     server = serve("9_file", provider, SLOW_DISK_MS="5", **LIBFABRIC_LEAKS)
-    stopped = server.start_client("500000000")
-    wait_for_part(server)
-    stopped.signal(signal.SIGSTOP)
-    silent, deaf, alive = (FileSender(run, server) for _ in range(3))
-    for name, client in zip([b"silent", b"deaf", b"alive"], [silent, deaf, alive]):
-        client.put(name, size=1000 * MIB, slots=8)
-    silent.send(numbers(CHUNK, 0, 1))
-    # It never looks at the CREDITs.
-    deaf.send(numbers(CHUNK, *range(8)))
+    silent, alive = FileSender(run, server), FileSender(run, server)
+    silent.put(b"silent", size=1000 * MIB, slots=8)
+    alive.put(b"alive", size=1000 * MIB, slots=8)
 
     def wait_until_alone():
-        # The server has places for 8, so some may have to wait for others to end.
         stop = time.monotonic() + 25 * TIME_FACTOR
         while os.listdir(server.folder) != ["alive.part"]:
             assert time.monotonic() < stop, os.listdir(server.folder)
             time.sleep(0.1)
 
-    with server.others(str(3 * MIB), count=1), alive.saying(base(FILE_ALIVE)):
+    with alive.saying(plain(PROGRESS)):
         for kills in range(1, KILLS + 1):
+            already = len(server.process.lines)
             client = server.start_client("500000000", random.choice(["1", "8"]))
-            client.wait_for("Sent CONNECT")
+            # libfabric 1.17's shm does not survive a sender that goes in its first contact.
+            server.process.wait_for(r"^\[\d+\] Receiving", after=already)
             time.sleep(random.uniform(0, 0.5))
             client.signal(signal.SIGKILL)
             client.wait()
-            if kills % 6 == 0:
+            if kills % 4 == 0:
                 wait_until_alone()
+                server.check_client(str(3 * MIB))
         wait_until_alone()
-    for client in silent, deaf:
-        client.expect("error: waiting for the client: nothing has happened for 10 s")
-    alive.send(base(BYE))
-    alive.expect("error: the client has left before its file was saved$")
+    silent.expect("error: nothing has happened for 10 s")
+    alive.send(plain(BYE))
+    alive.expect("Done")
     check_empty(server)
-    stopped.signal(signal.SIGCONT)
-    check_failure(stopped, "")
     server.check_client()
     server.stop()
 
@@ -975,16 +840,13 @@ def test_servers_that_go(serve):
     """Servers that are killed at any moment, and servers that end because of a
     Ctrl-C, which leave nothing behind. Their senders say so within 15 s. Of a
     server that is killed through shm, libfabric 1.17 may never hear: see
-    test_failures.py. One whose disk takes longer than the limit of 10 s for a chunk
-    is not gone."""
-    slow = serve("9_file", SLOW_DISK_MS="12000")
-    patient = slow.start_client("1")
+    test_failures.py."""
     gone = {}
     for provider, signum in [("", signal.SIGKILL)] * (KILLS // 2) + [
             ("", signal.SIGINT), ("shm", signal.SIGTERM)]:
         server = serve("9_file", provider, SLOW_DISK_MS="5", **LIBFABRIC_LEAKS)
         clients = [server.start_client("500000000", "1"),
-                   server.start_client("500000000", "8", **MESSAGES)]
+                   server.start_client("500000000", "8")]
         server.process.wait_for(r"^\[\d\] Receiving", count=2)
         time.sleep(random.uniform(0, 0.5))
         if signum == signal.SIGKILL:
@@ -996,26 +858,19 @@ def test_servers_that_go(serve):
     for client, moment in gone.items():
         check_failure(client, "", 30)
         assert client.ended - moment < 15
-    assert patient.wait() == 0, patient.output
-    slow.check_file(patient)
-    assert patient.seconds > 12
-    slow.stop()
 
 
 @pytest.mark.builds("sanitized")
 @two_providers
 def test_client_interrupted(serve, provider):
-    """Ctrl-C at the sender: it says so, the server hears of it, and what was there
-    of the file goes."""
+    """Ctrl-C at the sender: it says so, and what was there of the file goes."""
     server = serve("9_file", provider, SLOW_DISK_MS="20")
-    for number, signum in enumerate([signal.SIGINT, signal.SIGTERM], 1):
+    for signum in [signal.SIGINT, signal.SIGTERM]:
         client = server.start_client("500000000")
         wait_for_part(server)
         client.signal(signum)
         check_failure(client, "^error: interrupted$")
         check_empty(server)
-        server.process.wait_for(rf"^\[{number}\] {LEFT}")
-    assert len(server.errors()) == 2
     server.check_client()
     server.stop()
 
@@ -1024,55 +879,11 @@ def test_client_interrupted(serve, provider):
 
 @pytest.mark.builds("plain")
 def test_progress_lines(serve):
-    """A line each second, where there is no terminal."""
+    """A line each second, and one at the end."""
     server = serve("9_file", SLOW_DISK_MS="100")
     client = server.check_client(str(24 * MIB), "1")
-    counts = re.findall(r"^\[1\] Saved (\d+) of 24 chunks$", server.process.output, re.M)
-    assert 1 <= len(counts) <= client.seconds
+    counts = re.findall(r"^\[1\] \[\d+\.\d+s\] Saved: (\d+)/24 chunks, bw=",
+                        server.process.output, re.M)
+    assert 2 <= len(counts) <= client.seconds + 1 and counts[-1] == "24"
     assert sorted(map(int, counts)) == [*map(int, counts)]
-    assert "\r" not in server.process.output
     server.stop()
-
-
-@pytest.mark.builds("plain")
-@pytest.mark.usefixtures("terminals")
-@pytest.mark.parametrize("interrupted", [False, True], ids=["whole", "interrupted"])
-def test_progress_on_a_terminal(run, build, interrupted):
-    """One line, written over, and at last by the next line about the same client."""
-    source = run.new_folder() + "/file"
-    # Ctrl-C comes in the middle even if it comes late.
-    chunks = 400 if interrupted else 40
-    write_source(source, chunks * MIB, 1)
-    master, slave = pty.openpty()
-    server = subprocess.Popen(
-        [f"{build}/9_file", run.new_folder()], cwd=ROOT, stdin=subprocess.DEVNULL,
-        stdout=slave, stderr=slave, env={**os.environ, "SLOW_DISK_MS": "100"})
-    os.close(slave)
-    output, client = "", None
-
-    def read_until(pattern):
-        nonlocal output
-        stop = time.monotonic() + 20 * TIME_FACTOR
-        while not re.search(pattern, output, re.S):
-            assert time.monotonic() < stop, repr(output)
-            if select.select([master], [], [], 0.1)[0]:
-                output += os.read(master, 65536).decode()
-
-    try:
-        read_until(r" FILE\r\n")
-        address = re.search(r"([0-9a-f]{16,}) FILE", output)[1]
-        client = run([f"{build}/9_file", address, source, "1"])
-        read_until(r"Saved .*Saved ")
-        if interrupted:
-            client.signal(signal.SIGINT)
-        assert client.wait() == int(interrupted)
-        read_until(r"Done\.")
-    finally:
-        server.kill()
-        server.wait()
-        os.close(master)
-    again = rf"\[1\] Saved \d+ of {chunks} chunks\r\x1b\[K"
-    end = (r"\[1\] error: the client has left before its file was saved" if interrupted
-           else r"\[1\] Saved file: 41\.943 MB in .*")
-    assert re.search(rf"slots of \d+\r\n({again}){{2,}}{end}\r\n\[1\] Done\.", output), \
-        repr(output)

@@ -82,10 +82,10 @@ def test_truncated(run, serve, program, said):
 
 
 def test_late_writes_of_a_file(serve):
-    """Here the client posts the WRITEs. Without immediate data, it says by a message
-    which chunks are in place: not before they are."""
+    """Here the client posts the WRITEs, and says by a message which chunks are in place:
+    not before they are."""
     server = serve("9_file")
-    client = server.check_client("5000001", "2", NO_IMMEDIATE_DATA="1", **LATE_WRITES)
+    client = server.check_client("5000001", "2", **LATE_WRITES)
     # Five chunks through two slots: three WRITEs, one after the other.
     assert client.seconds >= 3 * DELAY / 1000
     assert not server.errors()

@@ -178,7 +178,7 @@ def test_break(tmp_path, program):
 
 
 @pytest.mark.parametrize("move,rule,env", [
-    ("6.1", "lent", {"WATCH_TRAP": "1"}), ("6.3", "number", {}), ("9.5", "credit", {})])
+    ("6.1", "lent", {"WATCH_TRAP": "1"}), ("6.3", "number", {}), ("9.4", "credit", {"SLOW_DISK_MS": "50"})])
 def test_move(tmp_path, move, rule, env):
     """A move that goes wrong on other networks, or with a slow disk."""
     status, output, run = watch(tmp_path, f"{build_moves([move])}/{move}", **env)

@@ -299,11 +299,10 @@ def message_names(source):
 
 
 def credits_in(run, op):
-    """The numbers of slots in a CREDIT of 9_file; none in other messages."""
-    if len(op.text) < 8 or run.names.get(struct.unpack_from("<I", op.text)[0]) != "CREDIT":
+    """The number of the slot in a CREDIT of 9_file; none in other messages."""
+    if len(op.text) < 12 or run.names.get(struct.unpack_from("<I", op.text)[0]) != "CREDIT":
         return ()
-    count = (min(len(op.text), op.size) - 8) // 4
-    return struct.unpack_from(f"<{count}I", op.text, 8)
+    return struct.unpack_from("<Q", op.text, 4)
 
 
 def words(run, op):

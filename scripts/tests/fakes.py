@@ -41,6 +41,7 @@ class FakeClient:
         self.process = run([f"{BUILD}/sender", server.address],
                            provider_in(server.process.output), stdin=-1)
         self.nonce = new_nonce() if server.entry.guarded else None
+        self.rails = random.randbytes(8)  # the number in each CONNECT of 11_rails
         self.address = bytes.fromhex(
             self.process.wait_for(r"address ([0-9a-f]+)\n").group(1))
 
@@ -103,6 +104,7 @@ class FakeClient:
         """Begins another conversation."""
         if self.nonce is not None:
             self.nonce = new_nonce()
+        self.rails = random.randbytes(8)
 
     def message_with(self, type_, address, addr_size=None):
         """A CONNECT or an ACCEPT."""
@@ -112,8 +114,10 @@ class FakeClient:
 
     def connect(self, address=None, addr_size=None):
         """A CONNECT, by default with our own address."""
-        return self.message_with(CONNECT, self.address if address is None else address,
-                                 addr_size)
+        address = self.address if address is None else address
+        if self.server.entry.numbered:
+            address = self.rails + address
+        return self.message_with(CONNECT, address, addr_size)
 
     def open_session(self):
         """Sends a CONNECT, and whatever comes next to the address of the
@@ -170,7 +174,8 @@ class FakeServer(FakeClient):
         connect = self.receive_any()
         assert type_of(connect) == CONNECT
         self.nonce, self.client_address = read_address(connect) \
-            if TABLE[self.program].guarded else (None, connect[4:].hex())
+            if TABLE[self.program].guarded else \
+            (None, connect[12 if TABLE[self.program].numbered else 4:].hex())
         self.peer(self.client_address)
 
     def accept(self, address=None, addr_size=None):

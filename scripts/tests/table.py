@@ -78,6 +78,8 @@ class Entry(typing.NamedTuple):
     left: str = "Done"
     # Its server tells a client what is wrong, and waits until the client leaves.
     tells_why: bool = False
+    # A CONNECT has a number before the address: the same in all of a client.
+    numbered: bool = False
     # Makes a request to fill pages, where the program has one.
     fill: typing.Callable | None = None
 
@@ -460,5 +462,7 @@ TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     bad_sessions=BAD_GUARDED_FILLS,
     fill=guarded_fill)
 # It does, too, through several adapters.
-TABLE["11_rails"] = TABLE["14_strangers"]._replace(
-    wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS})
+TABLE["11_rails"] = TABLE["7_queue"]._replace(
+    numbered=True,
+    wrong={**WRONG_PAGES, **WRONG_REPEATS, **WRONG_LISTS},
+    every_provider=False)

@@ -30,11 +30,9 @@ PLACES = 8  # for clients of a server
 # The programs with sessions that defend themselves. 4 to 7 are the lean trunk: they have no
 # defence.
 SESSIONS = [program for program in PROGRAMS if number(program) > 7 and
-            not TABLE[program].one_endpoint]
+            TABLE[program].guarded and not TABLE[program].one_endpoint]
 STRANGERS, CROWD = "14_strangers", "13_crowd"
-# The line is the same in all of them, letter for letter, but 11_rails has one for each
-# adapter.
-ONE_LINE = [STRANGERS, "11_rails"]
+ONE_LINE = [STRANGERS]
 # Their servers bear the silence of those who have their places.
 PATIENT_ONES = {program: variant(program, PATIENT) for program in ONE_LINE}
 with_one_line = pytest.mark.parametrize("program", ONE_LINE)
@@ -176,7 +174,7 @@ def test_asking_at_once(run):
 
 # ---- Messages that are none ----
 
-@pytest.mark.parametrize("program", [STRANGERS, "11_rails", CROWD])
+@pytest.mark.parametrize("program", [STRANGERS, CROWD])
 def test_junk_at_the_door(run, serve, program):
     """Thousands of bad messages a second keep nobody out."""
     server = serve(program, "tcp")
@@ -299,31 +297,6 @@ def test_junk_to_the_place_of_a_dead_client(run, serve):
 
 
 # ---- Many addresses, many connections ----
-
-RAILS = 48
-MOST_RAILS = 4  # of a client, at an adapter of the server
-
-
-@pytest.mark.thorough
-def test_many_rails(run, serve):
-    """Somebody asks for rails without end. A transfer goes on meanwhile, and the server
-    opens no more of them than a client may have."""
-    server = serve("11_rails", "tcp")
-    transfer = server.start_client("4096", "1000", "1000000")
-    server.process.wait_for(r"^\[1\] .*WRITE: ")
-    stranger = FakeClient(run, server)
-    with mute_host() as invented:
-        for rail in range(RAILS):
-            stranger.send(stranger.connect(invented(rail)))
-        already = server.process.output.count("WRITE: ")
-        wait_until(lambda: server.process.output.count("WRITE: ") > already + 3)
-        server.check_client("4096", "10", "1")
-    assert server.process.output.count("Received CONNECT") <= 2 + MOST_RAILS
-    assert transfer.popen.poll() is None
-    transfer.popen.kill()
-    transfer.wait()
-    server.stop()
-
 
 CONNECTIONS = 1200
 

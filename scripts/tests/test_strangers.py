@@ -104,8 +104,8 @@ def test_memory_of_a_client(run, build, program, provider):
     """The address of a client is in its CONNECT, which anybody may read."""
     server = FakeServer(run, build, program, *TABLE[program].least, provider=provider)
     request = server.receive()
-    # The messages of 6 and 7 have no nonce, and begin with the type and the address.
-    at = 20 if number(program) <= 7 else 32
+    # Messages without a nonce begin with the type and the address.
+    at = 32 if TABLE[program].guarded else 20
     key = int.from_bytes(request[at:at + 8], "little")
     # To 6_write, too: it knows no such message, and takes it for a sign of life.
     with server.saying(base(PROGRESS)):
@@ -264,18 +264,16 @@ def test_memory_for_all(serve):
     server.stop()
 
 
-LITTLE_MEMORY = {
-    program: variant(program, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"))
-    for program in ("14_strangers", "11_rails")}
+LITTLE_MEMORY = variant(
+    "14_strangers", ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"))
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("program,provider", [("14_strangers", "shm"), ("11_rails", "tcp")])
-def test_killed_while_it_waits_for_memory(run, program, provider):
+def test_killed_while_it_waits_for_memory(run):
     """A client that waits because others have the memory need say nothing. One that has
     died is given up all the same: while it waits, because it does not take what the server
     sends, and in its turn, although no WRITE to it may be in flight."""
-    server = Server(run, LITTLE_MEMORY[program](), program, provider)
+    server = Server(run, LITTLE_MEMORY(), "14_strangers", "shm")
     pages = "65536", "64"
 
     def wait_for_memory(number, dies):
@@ -304,27 +302,19 @@ def test_killed_while_it_waits_for_memory(run, program, provider):
     server.stop()
 
 
-PATIENT_RAILS = variant("11_rails", PATIENT)
-
-
 @not_over_verbs("the dead server's adapter says that it has gone")
-@pytest.mark.parametrize("program,signum", [("8_malloc", signal.SIGKILL),
-                                            ("11_rails", signal.SIGSTOP)])
-def test_server_killed_while_others_wait(run, serve, program, signum):
-    """Ten seconds without a word are enough here, too. One that stands still is as
-    silent, and its host does not say that it has gone."""
-    server = serve(program) if program == "8_malloc" else \
-        Server(run, PATIENT_RAILS(), program)
+def test_server_killed_while_others_wait(run, serve):
+    """Ten seconds without a word are enough here, too."""
+    server = serve("8_malloc")
     places = [FakeClient(run, server) for _ in range(PLACES)]
     with contextlib.ExitStack() as stack:
         for client in places:
             client.open_session()
-            if program == "8_malloc":
-                stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
-        client = server.start_client(*TABLE[program].short)
+            stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
+        client = server.start_client(*TABLE["8_malloc"].short)
         client.wait_for("^The server can't serve us yet", 30)
     began = time.monotonic()
-    server.process.signal(signum)
+    server.process.signal(signal.SIGKILL)
     assert client.wait(40) == 1
     assert time.monotonic() - began < 30
     assert "waiting for ACCEPT: nothing has happened for 10 s" in client.output or \
@@ -399,11 +389,10 @@ def test_idle_senders(run, refused):
 
 
 @not_over_verbs("an adapter needs other things than descriptors")
-@pytest.mark.parametrize("program", ["14_strangers", "11_rails"])
-def test_no_descriptor(serve, program):
+def test_no_descriptor(serve):
     """A client for whom the server has no descriptors keeps its place in the line until
     there are some."""
-    server = serve(program)
+    server = serve("14_strangers")
     pid = server.process.popen.pid
     # One is for the connection over which the CONNECT comes.
     used = len(os.listdir(f"/proc/{pid}/fd")) + 1
@@ -416,8 +405,7 @@ def test_no_descriptor(serve, program):
     server.stop()
 
 
-@pytest.mark.parametrize("program", ["8_malloc", "10_lock", "11_rails", "12_sleep",
-                                     "14_strangers"])
+@pytest.mark.parametrize("program", ["8_malloc", "10_lock", "12_sleep", "14_strangers"])
 def test_refused(run, serve, program):
     """Who asks for what cannot be hears so from the server, and why."""
     server = serve(program)

@@ -39,7 +39,7 @@ WRITERS = [program for program in ("6_write", "7_queue", "11_rails", "14_strange
 each_writer = pytest.mark.parametrize("program", WRITERS)
 # Those that bear what an adapter may do to a record, a message or a client that is not
 # all that it should be; 4 to 7 leave it to chapter 14.
-CAREFUL = [program for program in PROGRAMS if number(program) > 7]
+CAREFUL = [program for program in PROGRAMS if number(program) > 7 and program != "11_rails"]
 # Rarely is there room, what has been posted takes long, and RECVs complete in any
 # order. The device is an old one, as those beside A100 GPUs: it has no RDMA WRITE. A
 # long WRITE is a READ by the target, into a region that needs FI_RECV for it.
@@ -123,7 +123,7 @@ def test_interrupted_before_first_contact(strict, program):
     server = strict(program, "shm")
     args = ["get", "key"] if program == "13_crowd" else server.entry.quick
     client = server.start_client(*args, STRICT_OPEN_US="10000000")
-    client.wait_for("^Registered" if program == "11_rails" else "^domain: ")
+    client.wait_for("^domain: ")
     client.signal(signal.SIGINT)
     assert client.wait() == 1, client.output
     assert "\nerror: interrupted\n" in client.output
@@ -239,16 +239,15 @@ def test_long_pages(strict, program):
 
 
 @pytest.mark.skipif("11_rails" not in PROGRAMS, reason="the tests know nothing of it")
-@pytest.mark.parametrize("rails,given_up,failure", [
-    ("2", 1, {"STRICT_WRITE_FAILS": "2"}), ("4", 2, {"STRICT_ONCE": "1"}),
-    ("2", 1, {"STRICT_NO_ROOM": "2"})], ids=["write", "memory", "room"])
-def test_rail_fails(strict, rails, given_up, failure):
+@pytest.mark.parametrize("failure", [
+    {"STRICT_WRITE_FAILS": "2"}, {"STRICT_ONCE": "1"}, {"STRICT_NO_ROOM": "2"}],
+    ids=["write", "memory", "room"])
+def test_rail_fails(strict, failure):
     """One of two adapters does not do its part: a WRITE of it fails, it has no room for
-    the pages, whichever of its rails asks, or none for any WRITE. The other one does the
-    work."""
+    the pages, or none for any WRITE. The other one does the work."""
     server = strict("11_rails", "shm", STRICT_ADAPTERS="2", **failure)
-    client = server.check_client(*ARGUMENTS["11_rails"], STRICT_ADAPTERS=rails)
-    assert server.process.output.count(" is given up, ") == given_up
+    client = server.check_client(*ARGUMENTS["11_rails"], STRICT_ADAPTERS="2")
+    assert server.process.output.count(" is given up: ") == 1
     server.stop()
     check_rules(client, server.process)
 

@@ -465,11 +465,6 @@ MUTANTS |= {
         "return checksum == (version == 0 ? 0 : Checksum());",
         "return version == 0 || checksum == Checksum();",
         "test_inside.py test_ledger_that_changes"),
-    "dead-in-line": Mutant(
-        "a client that dies while it waits for memory is given up", "11_rails",
-        "if (rail.outstanding == 0 && endpoint.HasRoom()) endpoint",
-        "if (rail.outstanding == 0) endpoint",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
     "dead-waiter": Mutant(
         "a dead client that waits for memory gives its place up", "14_strangers",
         """    Report();
@@ -477,13 +472,6 @@ MUTANTS |= {
         """    Report();
     if (state == State::kWrite) session.endpoint.CheckSilence""",
         "test_strangers.py test_killed_while_it_waits_for_memory and 14_strangers"),
-    "dead-waiter-of-rails": Mutant(
-        "a dead client that waits for memory gives its place up", "11_rails",
-        """    Report();
-    Freshest(rails).CheckSilence""",
-        """    Report();
-    if (state == State::kWrite) Freshest(rails).CheckSilence""",
-        "test_strangers.py test_killed_while_it_waits_for_memory and 11_rails"),
     "waiting-is-not-silence": Mutant(
         "the time in which a client waits for its pages is no silence", "14_strangers",
         "    if (state != State::kWrite) session.endpoint.RestartSilence();\n", "",
@@ -672,44 +660,76 @@ MUTANTS |= {
 MUTANTS |= {
     "rail-again": Mutant(
         "what a failed rail had in flight is written again", "11_rails",
-        "if (op.in_flight && op.OneSided()) again", "if (op.number > ~0u) again",
+        "        again.insert(rail->writes.begin(), rail->writes.end());\n", "",
         "test_rails.py test_link_down"),
+    "rail-number": Mutant(
+        "only what has the number of a client is one of its rails", "11_rails",
+        "return served.client_number == its_number;", "return its_number > 0;",
+        "test_rails.py test_number_of_a_client"),
+    "rail-second-request": Mutant(
+        "over each rail comes one request", "11_rails",
+        "if (rail.memory || body.size()", "if (body.size()",
+        "test_rails.py test_request_over_each_rail"),
+    "rail-one-request": Mutant(
+        "the first request begins the transfer, and no other one", "11_rails",
+        "    if (!source) {\n      request = msg;", "    {\n      request = msg;",
+        "test_rails.py test_request_over_each_rail"),
+    "rail-no-answer": Mutant(
+        "a rail without an answer is given up", "11_rails",
+        'throw std::runtime_error("no answer");', "return;",
+        "test_rails.py test_namesakes"),
+    "rail-bad-message": Mutant(
+        "an error on one rail costs the client no other one", "11_rails",
+        "if (all.size() == 1) throw;", "if (!all.empty()) throw;",
+        "test_rails.py test_bad_message_of_a_rail"),
+    "rail-link-local": Mutant(
+        "a link-local address is no rail", "11_rails",
+        '"fe80:", 5) == 0) continue', '"fe80:", 5) == 77) continue',
+        "test_rails.py test_ipv6"),
+    "rail-tail": Mutant(
+        "each of several rails takes little", "11_rails",
+        "several ? kMaxOutstandingRailBytes : kMaxOutstandingBytes;",
+        "several ? kMaxOutstandingBytes : kMaxOutstandingBytes;",
+        "test_rails.py test_four_rails"),
+    "rail-failed-write": Mutant(
+        "a WRITE that has failed on a rail is written again", "11_rails",
+        """           op.Check();
+           rail.session.heard_at = rail.completed_at = Clock::now();
+           rail.writes.erase(write);
+""",
+        """           rail.writes.erase(write);
+           op.Check();
+           rail.session.heard_at = rail.completed_at = Clock::now();
+""",
+        "test_strict.py test_rail_fails and write"),
+    "rails-closed-first": Mutant(
+        "the rails are closed before the memory is looked at", "11_rails",
+        "  rails.SayBye();\n"
+        "  if (gpu) CudaFlushWrites();\n"
+        "  CheckMemory(memory, request, page_idx);\n",
+        "  if (gpu) CudaFlushWrites();\n"
+        "  CheckMemory(memory, request, page_idx);\n"
+        "  rails.SayBye();\n",
+        "test_rails.py test_late_bytes"),
+    "strict-rail-notification": Mutant(
+        "the last WRITE waits for those on all rails", "11_rails",
+        "(write == last && finished_write_ops < last)",
+        "(write == last && again.size() > 0)",
+        "test_strict.py test_last_write and 11_rails"),
+    "strict-rail-key": Mutant(
+        "each rail has the key of its own domain", "11_rails",
+        "rail.remote_key = msg.rkey;",
+        "static const uint64_t first = msg.rkey;  // whichever rail was quickest\n"
+        "    rail.remote_key = first;",
+        "test_strict.py test_rules and 11_rails and not gpu"),
+    "strict-rail-descriptor": Mutant(
+        "each rail has the descriptor of its own domain", "11_rails",
+        ".buf = &*rail.memory,", ".buf = &*source,",
+        "test_strict.py test_rules and 11_rails and not gpu"),
     "rail-away": Mutant(
         "a rail survives that is away for a moment", "11_rails",
         "constexpr auto kRailLimit = 4s;", "constexpr auto kRailLimit = 1s;",
         "test_rails.py test_link_away"),
-    "rail-nonce": Mutant(
-        "only who knows the nonce of a client is one of its rails", "11_rails",
-        "if (!client.done && client.Nonce() == nonce) return",
-        "if (!client.done && (client.Nonce() == nonce || nonce > 0)) return",
-        "test_rails.py test_nonce_of_a_rail"),
-    "rail-request": Mutant(
-        "all rails bring the same request", "11_rails",
-        "if (indices == page_idx && memcmp(&msg, &request_msg, sizeof(msg)) == 0) {",
-        "if (msg.num_pages > 0) {",
-        "test_rails.py test_another_request"),
-    "rail-next-address": Mutant(
-        "an adapter without an answer asks at the next address", "11_rails",
-        "if (!rail->untried.empty() && !late) {", "if (rail->untried.size() > 99) {",
-        "test_rails.py test_dead_from_the_start"),
-    "rail-each-address": Mutant(
-        "an adapter asks at each address once", "11_rails",
-        "    untried.pop_front();\n    session.peer = ", "    session.peer = ",
-        "test_failures.py test_address_of_another_provider and 11_rails"),
-    "rail-waiting": Mutant(
-        "a client in line gives up when it hears nothing more", "11_rails",
-        "if (session.waiting || (rail->untried.empty() && !answered)) {",
-        "if (session.waiting) continue;\n"
-        "        if (rail->untried.empty() && !answered) {",
-        "test_strangers.py test_server_killed_while_others_wait and 11_rails"),
-    "rail-link-local": Mutant(
-        "a link-local address is no rail", "11_rails",
-        '"fe80:", 5) == 0) return', '"fe80:", 5) == 77) return',
-        "test_rails.py test_ipv6"),
-    "rail-flood": Mutant(
-        "the rails of a client are limited", "11_rails",
-        "if (num_rails == kMaxRails) return;", "if (kMaxRails == 0) return;",
-        "test_rails.py test_flood_of_rails"),
 }
 
 MUTANTS |= {
@@ -874,14 +894,6 @@ MUTANTS |= {
         "      slot.checksum = Checksum(slot.chunk, data, size);\n"
         "      file.Write(data, size, slot.chunk * chunk_size);\n",
         "test_file.py test_write_while_saving"),
-    "rail-failed-write": Mutant(
-        "a WRITE that has failed on a rail is written again", "11_rails",
-        "if (!op.error.empty()) again.insert(op.number);", "",
-        "test_strict.py test_rail_fails and write"),
-    "rail-not-registered": Mutant(
-        "what an adapter has not registered counts as not registered", "11_rails",
-        "if (ret != 0) mrs.erase(&domain);", "",
-        "test_strict.py test_rail_fails and memory"),
     "too-long-a-message": Mutant(
         "a message that did not fit is no message", "8_malloc",
         '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
@@ -1025,22 +1037,6 @@ MUTANTS |= {
         "      correct &= counts[client] == count;\n",
         "      correct &= counts[client] <= count;\n",
         "test_lock.py test_the_server_finds"),
-    "rail-pending": Mutant(
-        "what waits for room on a rail that is given up is written again", "11_rails",
-        "    for (const RdmaOp* op : endpoint.pending_ops) {\n"
-        "      if (op->OneSided()) again.insert(op->number);\n"
-        "    }\n",
-        "",
-        "test_strict.py test_rail_fails and room"),
-    "rails-closed-first": Mutant(
-        "the rails are closed before the memory is looked at", "11_rails",
-        "  SayBye(rails);\n"
-        "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);\n"
-        "  CheckMemory(*memory, request, page_idx);\n",
-        "  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);\n"
-        "  CheckMemory(*memory, request, page_idx);\n"
-        "  SayBye(rails);\n",
-        "test_rails.py test_late_bytes"),
     "later-answers": Mutant(
         "each answer is compared, and not only the first", "12_sleep",
         "  if (received != std::string(text.rbegin(), text.rend())) {",
@@ -1186,23 +1182,6 @@ MUTANTS |= {
         "if (endpoint->refused || endpoint->wait_fd < 0) can",
         "if (endpoint->wait_fd < 0) can",
         "test_sleep.py test_woken_once"),
-    "strict-rail-notification": Mutant(
-        "the last WRITE waits for those on all rails", "11_rails",
-        "(write == last && finished_write_ops < last)",
-        "(write == last && again.size() > 0)",
-        "test_strict.py test_last_write and 11_rails"),
-    "strict-rail-key": Mutant(
-        "each rail has the key of its own domain", "11_rails",
-        "rail.rkey = std::exchange(msg.rkey, 0);",
-        "static const uint64_t first = msg.rkey;  // whichever rail was quickest\n"
-        "    msg.rkey = 0;\n"
-        "    rail.rkey = first;",
-        "test_strict.py test_rules and 11_rails and not gpu"),
-    "strict-rail-descriptor": Mutant(
-        "each rail has the descriptor of its own domain", "11_rails",
-        "fi_mr_desc(op->buf->mrs.at(&domain));",
-        "fi_mr_desc(op->buf->mrs.begin()->second);",
-        "test_strict.py test_rules and 11_rails and not gpu"),
     "strict-receipt": Mutant(
         "an error of an operation that is not in flight is nobody's", "14_strangers",
         "    if (!op->in_flight) return;\n", "",

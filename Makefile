@@ -1,4 +1,4 @@
-# `make help` lists the targets.
+# `make help` lists the targets, `make help-all` those for contributors, too.
 #
 # Variables, on the command line or in the environment:
 #   LIBFABRIC_HOME  where libfabric is; otherwise /opt/amazon/efa, otherwise what
@@ -10,7 +10,7 @@
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   CHAPTER, SECONDS
 #                   for `make report`: the demo's program, and how long each size takes
-#   ARGS            for `make test-rdma`, `make fuzz` and `make test-book`: options;
+#   ARGS            for `make test-rdma` and `make fuzz`: options;
 #                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
 #                   BEHIND=build/strict.so: a library between the recorder and libfabric
 #   WRITE           for `make check`: WRITE=1 writes anew what follows from the programs
@@ -19,8 +19,6 @@
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
 #   JOBS            for `make mutants`: how many at a time (JOBS=2)
-#   SERVE, PORT     for `make book`: SERVE=1 serves it on localhost, on port 8000
-#   FIGURES         for `make book`: FIGURES=no draws none, and installs no browser
 #   FILE_SIZE, SLOTS
 #                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
 
@@ -200,7 +198,7 @@ FORCE:
 
 .PHONY: demo report moves watch check test test-all test-rdma mutants fuzz bench \
   bench-variants bench-file bench-lock \
-  bench-rails bench-crowd lint book test-book figures clean help
+  bench-rails bench-crowd lint book figures clean help help-all
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -334,15 +332,9 @@ lint:
 	@scripts/install-deps.sh lint test
 	@scripts/check.sh -k test_format
 
-# The chapters beside their programs, as pages. SERVE=1 serves them on localhost.
-# It says what it installs before it does.
+# The chapters beside their programs, as pages.
 book:
-	@FIGURES='$(FIGURES)' SERVE='$(SERVE)' PORT='$(PORT)' scripts/book/book.sh
-
-# Looks at the pages in a browser: ARGS="-k phone".
-test-book: book
-	@scripts/install-deps.sh browser
-	@scripts/book/test.sh $(ARGS)
+	@scripts/book/book.sh
 
 # Draws the chapters' SVG figures "Who owns it now?" again, gives all SVG figures their
 # style, and draws the Mermaid figures as GitHub does.
@@ -359,19 +351,6 @@ help:
 	@echo 'make 7_queue    build one: $(PROGRAMS)'
 	@echo 'make mine       build one of your own, src/mine.cpp'
 	@echo 'make demo       run server and client (CHAPTER=4_hello make demo)'
-	@echo 'make report     try an adapter or a GPU, and print what to send us'
-	@echo 'make check      check what needs no program: chapters, patches (WRITE=1: mend them)'
-	@echo 'make test       build and check everything'
-	@echo 'make test-all   check with every program, provider and build: twice as long'
-	@echo 'make test-rdma  run the programs over real verbs, without a card'
-	@echo 'make mutants    break the programs: does a test notice?'
-	@echo 'make fuzz       send the servers messages that are wrong at random places'
-	@echo 'make bench      measure 7_queue beside what this machine can do'
-	@echo 'make bench-variants  and what each of the things that made it fast does'
-	@echo 'make bench-file measure 9_file beside what this machine can do'
-	@echo 'make bench-lock measure 10_lock: one, two and four clients'
-	@echo 'make bench-rails measure 11_rails beside what several links can do'
-	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
 	@echo 'make diff-7     what 7 adds to the program that it is based on'
 	@echo 'make moves      the moves of each step, a line each'
 	@echo 'make 5.3        build the program after move 3 of step 5'
@@ -381,10 +360,24 @@ help:
 	@echo 'make exercise-4 check what you made of the exercise of chapter 4'
 	@echo 'make break-2    build a program with one thing broken on purpose'
 	@echo 'make watch-6    run it with a recorder: who owned what when, and what was wrong'
-	@echo 'make watch-5.3  so after a move'
 	@echo 'make book       the chapters beside their programs, in build/book/'
-	@echo 'make test-book  look at these pages in a browser'
-	@echo 'make figures    draw the figures of the chapters into build/figures/'
-	@echo 'make lint       check the formatting'
+	@echo 'make bench      measure 7_queue beside what this machine can do'
+	@echo 'make report     try an adapter or a GPU, and print what to send us'
+	@echo 'make test       build and check everything'
 	@echo 'make clean      remove $(BUILD)/'
 	@echo 'make CUDA_HOME= build without CUDA (now: $(or $(CUDA_LIB),none))'
+	@echo 'make help-all   what else there is, for contributors'
+
+help-all: help
+	@echo 'make check      check what needs no program: chapters, patches (WRITE=1: mend them)'
+	@echo 'make test-all   check with every program, provider and build: twice as long'
+	@echo 'make test-rdma  run the programs over real verbs, without a card'
+	@echo 'make mutants    break the programs: does a test notice?'
+	@echo 'make fuzz       send the servers messages that are wrong at random places'
+	@echo 'make bench-variants  what each of the things does that made 7_queue fast'
+	@echo 'make bench-file measure 9_file beside what this machine can do'
+	@echo 'make bench-lock measure 10_lock: one, two and four clients'
+	@echo 'make bench-rails measure 11_rails beside what several links can do'
+	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
+	@echo 'make figures    draw the figures of the chapters into build/figures/'
+	@echo 'make lint       check the formatting'

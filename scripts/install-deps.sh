@@ -1,17 +1,11 @@
 #!/bin/bash
 # Installs what is missing and nothing else. Says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [--list] [GROUP...]: build (the default), report,
-# exercise, test, rdma, machine, bench, bench-crowd, lint, figures, book, browser
-# With --list, prints the packages that are missing, and installs none.
+# Usage: scripts/install-deps.sh [GROUP...]: build (the default), report,
+# exercise, test, rdma, machine, bench, bench-crowd, lint, figures, book
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
-list=
-if [ "${1:-}" = --list ]; then
-  list=yes
-  shift
-fi
 [ $# -gt 0 ] || set -- build
 
 # The missing packages, by their names in Debian and Ubuntu, and in Fedora and
@@ -107,9 +101,6 @@ for group in "$@"; do
       need "python3-markdown-it python3-mdit-py-plugins python3-pygments" \
         "python3-markdown-it-py python3-mdit-py-plugins python3-pygments" \
         python_with markdown_it mdit_py_plugins pygments
-      need git git command -v git
-      # Turns libfabric's manual pages into HTML.
-      need mandoc mandoc command -v mandoc
       ;;
     figures)
       # A browser alone comes without a font.
@@ -117,27 +108,15 @@ for group in "$@"; do
         browser
       need npm nodejs-npm command -v npm
       ;;
-    browser)
-      need "python3-pytest python3-selenium" "python3-pytest python3-selenium" \
-        python_with pytest selenium
-      need "chromium fonts-liberation" "chromium liberation-sans-fonts" browser
-      need chromium-driver chromedriver command -v chromedriver
-      need npm nodejs-npm command -v npm
-      ;;
     *)
-      echo "usage: $0 [--list] [build] [report] [exercise] [test] [rdma] [machine] [bench]" \
-        "[bench-crowd] [lint] [figures] [book] [browser]" >&2
+      echo "usage: $0 [build] [report] [exercise] [test] [rdma] [machine] [bench]" \
+        "[bench-crowd] [lint] [figures] [book]" >&2
       exit 2
       ;;
   esac
 done
 
 [ ${#apt[@]} -gt 0 ] || exit 0
-if [ -n "$list" ]; then
-  if command -v apt-get >/dev/null; then echo "${apt[*]}"; else echo "${dnf[*]}"; fi
-  exit
-fi
-
 as_root=()
 if [ "$(id -u)" -ne 0 ]; then
   command -v sudo >/dev/null || {

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import subprocess
-import textwrap
 import time
 
 import pytest
@@ -155,27 +154,3 @@ def test_slurm_without_a_job():
                           capture_output=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("error: usage: sbatch -N 2 scripts/cluster/slurm.sh ")
-
-
-@pytest.mark.parametrize("program,status", [("7_queue", 0), ("4_hello", 2)])
-def test_kubernetes(run, tmp_path, program, status):
-    """The script in the manifest, in three pods that are processes: two clients get the
-    address, their status is that of the program, and then the server is ended."""
-    with open(f"{ROOT}/scripts/cluster/kubernetes.yaml") as file:
-        script = textwrap.dedent(re.search(r"- \|\n((?s:.*))      volumes:\n", file.read())[1])
-    # 4_hello doesn't take these arguments. The trap is for a test that fails.
-    script = "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT\n" + script.replace(
-        "65536 1000 500", "65536 100 5").replace("7_queue", program)
-    (tmp_path / "build").symlink_to(f"{ROOT}/{BUILD}")
-    pods = [run(["bash", "-euc", script], cwd=tmp_path, JOB_COMPLETION_INDEX=str(index),
-                COUNT="3", SHARED=str(tmp_path), JOB="a", TMPDIR=str(tmp_path))
-            for index in (1, 0, 2)]
-    try:
-        statuses = [pod.wait() for pod in pods]
-    finally:
-        for pod in pods:
-            pod.signal(signal.SIGTERM)
-            pod.wait()
-    assert statuses == [status, 0, status], [pod.output for pod in pods]
-    assert ("Data is correct." in pods[0].output) == (status == 0), pods[0].output
-    assert pods[1].output.count("Received CONNECT") == (2 if status == 0 else 0)

@@ -48,7 +48,7 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # The messages of these begin with nothing but the type, those of 13_crowd with a number
 # and a nonce, and all others with a nonce.
-PLAIN = ["5_reverse", "6_write", "7_queue"]
+PLAIN = ["5_reverse", "6_write", "7_queue", "11_rails"]
 # The fields behind that: in the letters of Python's struct, except "bytes" (any number of
 # them) and "numbers" (any number of uint32_t).
 PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
@@ -79,6 +79,7 @@ FORMATS = {
     **{name: (type_, [("nonce", "I"), *fields])
        for name, (type_, fields) in GUARDED.items()},
     "plain CONNECT": (CONNECT, [("addr", "bytes")]),
+    "CONNECT of 11_rails": (CONNECT, [("rails", "Q"), ("addr", "bytes")]),
     "plain BYE": (BYE, []),
     "plain TEXT": (TEXT, [("text", "bytes")]),
     "RANDOM_FILL of 6_write": (RANDOM_FILL, [*PLAIN_FILL, ("page_idx", "numbers")]),
@@ -266,6 +267,7 @@ class Sender:
             stderr=subprocess.DEVNULL)
         self.address = bytes.fromhex(self.answer().split()[1])
         self.plain = server.program in PLAIN
+        self.numbered = server.program == "11_rails"
         self.nonce = 0  # of its session
 
     def answer(self):
@@ -301,6 +303,8 @@ class Sender:
 
     def connect(self, address=None):
         address = address or self.address
+        if self.numbered:
+            return Message("CONNECT of 11_rails", rails=random.getrandbits(64), addr=address)
         if self.plain:
             return Message("plain CONNECT", addr=address)
         return Message("CONNECT", nonce=self.nonce, addr_size=len(address), addr=address)
@@ -476,7 +480,8 @@ class Fuzzer:
         """Returns whether the server takes this for a CONNECT with an address to
         which it can try to send."""
         if sender.plain:
-            return message[:4] == struct.pack("<I", CONNECT) and len(message) <= LONGEST
+            return message[:4] == struct.pack("<I", CONNECT) and \
+                12 * sender.numbered <= len(message) <= LONGEST
         if len(message) != 268 or message[:4] != struct.pack("<I", CONNECT):
             return False
         (size,) = struct.unpack_from("<I", message, 8)
@@ -486,9 +491,10 @@ class Fuzzer:
     def opens(self, sender, message):
         """Returns whether this is a CONNECT from the sender all the same."""
         size = len(sender.address)
+        at = 12 if sender.numbered else 4
         if sender.plain:  # what is missing is zeros to it, and what is too much nothing
             return self.looks_good(sender, message) and \
-                message[4:4 + size].ljust(size, b"\0") == sender.address
+                message[at:at + size].ljust(size, b"\0") == sender.address
         return self.looks_good(sender, message) and message[8:12 + size] == (
             struct.pack("<I", size) + sender.address)
 

@@ -564,6 +564,7 @@ struct Session {
   std::deque<Message> inbox;     // that have arrived
   fi_addr_t peer = FI_ADDR_UNSPEC;
   Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Clock::time_point opened_at = heard_at;
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
   explicit Session(Domain& open_domain)
@@ -642,8 +643,7 @@ struct Session {
 
 // ---- Rails ----
 
-// One of the ways between server and client: an adapter here, another one
-// there. Each has a session of its own.
+// A way between an adapter here and another one there, with its own session.
 struct Rail {
   std::optional<Buffer> memory;  // of the WRITEs, registered with this adapter
   Session session;
@@ -709,7 +709,8 @@ struct Rails {
     for (Rail& rail : all) rail.session.heard_at = Clock::now();
     for (size_t polls = 1; !done(); ++polls) {
       // Over shm, the server may crash if we leave during our first contact.
-      if (g_interrupted && Clock::now() - HeardAt() > kContactGrace) {
+      if (g_interrupted &&
+          Clock::now() - all.front().session.opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
       CheckSilence(HeardAt(), what);

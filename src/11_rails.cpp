@@ -3,9 +3,8 @@
 // A rail is an endpoint in a domain of its own. Each takes the next page when
 // it has room, so a faster one takes more. If one fails, others take its pages.
 //
-// Based on 14_strangers.
+// Based on 7_queue.
 
-#include <fcntl.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -13,36 +12,29 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <signal.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <charconv>
 #include <chrono>
-#include <cmath>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
+#include <new>
 #include <numeric>
 #include <optional>
 #include <random>
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -52,40 +44,32 @@ using Clock = std::chrono::steady_clock;
 // ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
-// know, but no newer than the headers, because an older library would offer
-// nothing.
+// know, if the headers know it, too. Older ones keep some adapters from GPUs.
 constexpr uint32_t kApiVersion =
     std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
 
-// What this program uses of libfabric: the capabilities of fi_getinfo(3).
-constexpr uint64_t kCaps = FI_MSG | FI_RMA;
+constexpr size_t kMaxAddressSize = 256;    // bytes
+constexpr size_t kMaxMessageSize = 65536;  // bytes
+constexpr size_t kRecvCount = 8;           // RECVs posted at a time
+constexpr auto kSilenceLimit = 10s;        // then we give up
+constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
+constexpr auto kContactGrace = 500ms;      // for a message, after a signal
 
-constexpr size_t kMaxAddressSize = 256;           // bytes
-constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
-constexpr size_t kBufferAlign = 4096;             // bytes
-constexpr size_t kHugePageSize = 2 << 20;         // bytes
-constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
-constexpr size_t kSpareOps = 16;                  // rest before they are reused
-constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
-constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr auto kSilenceLimit = 10s;               // then we give up
-constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
-constexpr auto kQuietLimit = 2s;      // of silence, then we poll slowly
-constexpr auto kContactGrace = 1s;    // for a first or last message
-constexpr size_t kMaxClients = 8;     // that are served at a time
-constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
-constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
-constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
-constexpr auto kTellGrace = 2s;       // for what it is told to arrive
-constexpr size_t kMaxRails = 4;       // of a client, at each of our adapters
+constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
-constexpr size_t kMaxPageSize = 16 << 20;     // bytes
-constexpr size_t kMaxTransfer = 512 << 20;    // bytes, all pages of all clients
+constexpr size_t kPageAlign = 4096;        // bytes
+constexpr size_t kMaxPageSize = 1 << 20;   // bytes
+constexpr size_t kMaxPages = 16000;        // their indices fit into a message
+constexpr size_t kMaxTransfer = 64 << 20;  // bytes, all pages of a client
+
+constexpr size_t kHugePageSize = 2 << 20;     // bytes
 constexpr size_t kMaxRepeat = 1'000'000'000;  // times that pages are written
+constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
+constexpr size_t kPollsPerYield = 64;             // empty ones
+constexpr auto kReportPeriod = 1s;                // between two reports
 
-// Limits of the WRITEs in flight to a client. Without the limit in bytes, a
-// message would have to queue behind gigabytes. Most providers have no room for
-// so many WRITEs, and say so; the limit in WRITEs is for those that never do.
+// WRITEs in flight to a client: enough to fill the time until one completes,
+// but so little that a message does not wait behind them for long.
 constexpr size_t kMaxOutstandingWrites = 4096;
 constexpr size_t kMaxOutstandingBytes = 16 << 20;
 
@@ -93,43 +77,27 @@ constexpr size_t kMaxOutstandingBytes = 16 << 20;
 // to wait for what the slowest one has taken.
 constexpr size_t kMaxOutstandingRailBytes = 512 << 10;
 
-// For rails that have not been accepted, after another one has; and for the
-// answer at an address, before we try another one.
-constexpr auto kRailGrace = 2s;
-constexpr auto kAnswerLimit = 3s;
+constexpr auto kRailLimit = 4s;  // without a completion, then a rail has failed
+constexpr auto kAnswerGrace = 2s;  // for rails, after another one was accepted
+constexpr auto kByeGrace = 1s;     // for BYE to leave on rails that may be dead
 
-// A rail has failed if nothing completes on it for so long, and for as long as
-// the slowest link that we can think of takes for what is in flight.
-constexpr auto kRailLimit = 4s;
-constexpr size_t kSlowestLink = 1'000'000;  // bytes per second
-
-// WRITEs that are posted each time that the completion queue is read.
-constexpr size_t kWritesPerPoll = 16;
-
-// After so many polls without a completion, a loop gives the core to others.
-// Not after each poll: one may move data without completing anything, and the
-// others may keep the core for long.
-constexpr size_t kPollsPerYield = 64;
-
-constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
-constexpr auto kReportPeriod = 1s;   // between two reports of progress
-
-// ---- Errors, signals, text ----
-
-// Describes an error number of libfabric (fi_errno(3)).
-std::string ErrorText(int error) {
-  std::string text = fi_strerror(error);
-  if (error == FI_ENOMEM) {
-    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
-  }
-  return text;
-}
+// ---- Errors and signals ----
 
 // Throws if a call has failed: it has then returned an error number, with a
 // minus sign.
-void FiCheck(ssize_t result, const std::string& call) {
+void FiCheck(ssize_t result, const char* call) {
   if (result >= 0) return;
-  throw std::runtime_error(call + ": " + ErrorText(int(-result)));
+  throw std::runtime_error(std::string(call) + ": " +
+                           fi_strerror(int(-result)));
+}
+
+// Throws if nothing has happened for too long. Some providers never report that
+// a peer has gone, and silence is all that there is to notice.
+void CheckSilence(Clock::time_point heard_at, const char* what) {
+  if (Clock::now() - heard_at < kSilenceLimit) return;
+  throw std::runtime_error("nothing has happened for " +
+                           std::to_string(kSilenceLimit.count()) + " s while " +
+                           what);
 }
 
 // Owns an object of libfabric, and closes it. C++ destroys objects in reverse
@@ -149,45 +117,30 @@ struct Owned {
   }
 };
 
-// Set by the first signal that asks us to end. All loops look at it, so that
-// everything is closed on the way out.
+// Set by a signal that asks us to end. All loops look at it, so that everything
+// is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-// Called for a signal: the loops end, and a second signal ends the process.
-void HandleSignal(int) {
-  g_interrupted = true;
-  // A second one, of any kind, ends the process at once.
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
+// Called for such a signal. A second one, but for SIGPIPE, ends the process.
+void HandleSignal(int signum) {
+  if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
 }
 
-// Has HandleSignal called for the signals that ask a process to end.
-void InstallSignalHandlers() {
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
-  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
-}
-
-// Throws after a signal that asks us to end.
-void CheckInterrupted() {
-  if (g_interrupted) throw std::runtime_error("interrupted");
-}
-
-// Replaces whatever in a text from the other side could deceive on a terminal:
-// all that is not plain ASCII.
-std::string Printable(std::string text) {
-  for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
-  return text;
+// Has such signals call it. libfabric's libraries bring handlers of their own.
+void CatchSignals() {
+  for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
 
 // ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
-using Address = std::vector<uint8_t>;
+using Address = std::string;
 
 // Returns an address as hexadecimal digits, to be typed into another terminal.
 std::string ToHex(const Address& address) {
   std::string hex;
-  for (uint8_t byte : address) {
+  for (unsigned char byte : address) {
     hex += "0123456789abcdef"[byte / 16];
     hex += "0123456789abcdef"[byte % 16];
   }
@@ -199,14 +152,11 @@ std::string ToHex(const Address& address) {
 Address ParseAddress(const std::string& hex) {
   if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
       hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
-    throw std::invalid_argument(
-        "ADDRESS is not an even number of hexadecimal digits, " +
-        std::to_string(2 * kMaxAddressSize) + " at most: \"" +
-        hex.substr(0, 80) + "\"");
+    throw std::invalid_argument("ADDRESS is not what a server prints");
   }
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
-    address.push_back(uint8_t(std::stoul(hex.substr(i, 2), nullptr, 16)));
+    address += char(std::stoi(hex.substr(i, 2), nullptr, 16));
   }
   return address;
 }
@@ -224,185 +174,146 @@ std::vector<std::string> Split(const std::string& text) {
 
 // ---- Domain and buffers ----
 
-// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
-std::string ProviderSetting() {
-  const char* provider = getenv("FI_PROVIDER");
-  return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
-}
-
 // What fi_getinfo answers, and the function that frees it.
 using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
-// 1. Ask: which interfaces can do what we need (`caps`)? Only from the
-// provider of `same`, if it is given.
-Info GetInfo(uint64_t caps = kCaps, const fi_info* same = nullptr) {
+// 1. Ask: which interfaces can do what we need?
+Info GetInfo(bool gpu) {
   Info hints(fi_allocinfo(), fi_freeinfo);
-  hints->caps = caps;                // we want to send messages, and to WRITE
+  hints->caps = FI_MSG | FI_RMA;     // we want to send messages, and to WRITE
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
   hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
+  hints->ep_attr->max_msg_size = kMaxPageSize;      // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
-  if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;
-  // Messages to the same peer must arrive in the order of their SENDs.
+  if (gpu) {
+    hints->caps |= FI_HMEM;  // into memory that isn't the host's
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
+  // Messages to the same peer must take its RECVs in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
   // Only one thread uses the domain, so the provider needs no locks.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  if (same != nullptr) {
-    hints->fabric_attr->prov_name = strdup(same->fabric_attr->prov_name);
-  }
   fi_info* info;  // a list, the best one first
-  FiCheck(
-      fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
-      ProviderSetting() +
-          "fi_getinfo finds no interface that can do what this program needs "
-          "(`fi_info -t FI_EP_RDM` lists what there is; shm needs room in "
-          "/dev/shm)");
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+          "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");
   return Info(info, fi_freeinfo);
-}
-
-// Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
-// have a NIC: the software providers leave it null.
-double LinkGbps(const fi_info* info) {
-  if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
-  return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
-}
-
-// Describes the adapter, as far as libfabric tells; empty without one.
-std::string DescribeNic(const fi_info* info) {
-  std::string text;
-  if (info->nic != nullptr && info->nic->device_attr != nullptr &&
-      info->nic->device_attr->name != nullptr) {
-    text += ", nic: " + std::string(info->nic->device_attr->name);
-  }
-  if (LinkGbps(info) > 0) {
-    text += ", link: " + std::to_string(std::lround(LinkGbps(info))) + "Gbps";
-  }
-  return text;
-}
-
-// Describes an interface in one line.
-std::string Describe(const fi_info* info) {
-  return "domain: " + std::string(info->domain_attr->name) +
-         ", fabric: " + info->fabric_attr->name +
-         ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
 }
 
 // 2. The network, and in it our access to the adapter.
 struct Domain {
+  bool gpu;  // our pages are in the memory of a GPU
   Info info;
   Owned<fid_fabric> fabric;
   Owned<fid_domain> handle;
-  std::random_device random{"/dev/urandom"};  // the default may take 25 us
-  // Makes a WRITE complete only when the data is in the peer's memory. 0 where
-  // it is there by then anyway.
-  uint64_t write_flags = FI_DELIVERY_COMPLETE;
+  std::random_device random;
 
   // Opens the first interface of a list.
-  explicit Domain(Info list) : info(std::move(list)) {
-    printf("%s\n", Describe(info.get()).c_str());
+  Domain(Info list, bool with_gpu) : gpu(with_gpu), info(std::move(list)) {
+    printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
+           info->fabric_attr->name, info->fabric_attr->prov_name);
+    // Over shm, whoever asks to hear of the arrival has the other side copy,
+    // under a lock (libfabric 1.17), and waits for ever if that side is killed.
+    // Otherwise we copy ourselves, before a WRITE completes; but no GPU memory.
+    bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
+    if (shm && !gpu) info->tx_attr->op_flags = 0;
+    // The last WRITE carries a number, as immediate data.
+    if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {
+      throw std::runtime_error("no immediate data; try another FI_PROVIDER");
+    }
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
-    // Over shm a WRITE is copied before it completes, even if we ask for no
-    // level. If we ask, the provider of libfabric 1.17 has the other side copy
-    // it under a lock, and waits for ever if that side is killed. It copies GPU
-    // memory in no other way.
-    if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
-        (info->caps & FI_HMEM) == 0) {
-      write_flags = 0;
-    }
   }
 
   // Returns a key that no stranger guesses, as wide as the provider's keys are.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
-    size_t bits = 8 * info->domain_attr->mr_key_size;
-    return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
-  }
-
-  // Returns the greatest length of a message, in bytes. Server and client use
-  // the same provider, so it is the same for both.
-  size_t MaxMessageSize() const {
-    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
+    return key >> (64 - 8 * info->domain_attr->mr_key_size);
   }
 };
 
-// Memory, and the function that frees it.
-using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+// Opens the interfaces that are to be rails: the one that libfabric likes best,
+// and all others of its kind. RAILS, names of domains with commas in between,
+// says which ones.
+std::list<Domain> OpenDomains(bool gpu) {
+  Info list = GetInfo(gpu);
+  const char* setting = getenv("RAILS");
+  bool all = setting == nullptr || *setting == 0;
+  std::vector<std::string> names = Split(all ? "lo" : setting);
+  std::list<Domain> domains;
+  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
+    std::string name = info->domain_attr->name;
+    bool named = std::find(names.begin(), names.end(), name) != names.end();
+    // Nobody on another machine reaches the loopback interface.
+    if (named == all) continue;
+    // On each host, an address of this kind means another link.
+    if (strncmp(info->fabric_attr->name, "fe80:", 5) == 0) continue;
+    // Not what is open already, nor what is of another kind.
+    auto excludes = [&](const Domain& open) {
+      return name == open.info->domain_attr->name ||
+             info->addr_format != open.info->addr_format ||
+             strcmp(info->fabric_attr->prov_name,
+                    open.info->fabric_attr->prov_name) != 0;
+    };
+    if (std::any_of(domains.begin(), domains.end(), excludes)) continue;
+    domains.emplace_back(Info(fi_dupinfo(info), fi_freeinfo), gpu);
+  }
+  if (domains.empty() && all) domains.emplace_back(std::move(list), gpu);
+  if (domains.empty()) throw std::runtime_error("RAILS names no interface");
+  return domains;
+}
 
-// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// Memory, and the function that frees it.
+using Memory = std::unique_ptr<char[], void (*)(void*)>;
+
+// Allocates whole pages of zeros. Writing the zeros makes sure that each page
 // exists, which a provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
-  size_t align = kBufferAlign;
-  // Large buffers are on huge pages, which need fewer entries in the page
-  // tables and in the adapter's copy of them.
-  if (size >= kHugePageSize) align = kHugePageSize;
+  // Much memory is on huge pages, which need fewer entries in the page tables.
+  size_t align = size < kHugePageSize ? kPageAlign : kHugePageSize;
   size_t rounded = (size + align - 1) / align * align;
-  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) {
-    throw std::runtime_error("no memory for " + std::to_string(size) +
-                             " bytes");
-  }
+  Memory data(static_cast<char*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) throw std::bad_alloc();
   if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
   memset(data.get(), 0, rounded);
   return data;
 }
 
 // Memory of a GPU. All calls of CUDA are at the end of this file.
-int FindGpu();  // -1 if there is none
 Memory CudaAlloc(size_t size);
 void CudaCopy(void* to, const void* from, size_t size);
-bool CudaFlushWrites(int gpu);
+void CudaFlushWrites();
 
 // 3. Registered memory: the adapter may use it, for FI_SEND, FI_RECV ...
 struct Buffer {
-  size_t size;  // bytes
-  int gpu;      // that has the memory; -1: the host
-  Memory data;
-  std::map<const Domain*, Owned<fid_mr>> mrs;  // one for each domain
+  size_t size;                   // bytes
+  bool gpu;                      // it is memory of the GPU
+  std::shared_ptr<char[]> data;  // several adapters may use the same memory
+  Owned<fid_mr> mr;
+  size_t in_flight = 0;  // operations that have it: hands off, unless 0
 
-  Buffer(Domain& domain, size_t bytes, uint64_t access, int on_gpu = -1)
-      : size(bytes),
-        gpu(on_gpu),
-        data(gpu < 0 ? AllocHost(bytes) : CudaAlloc(bytes)) {
-    Register(domain, access);
-  }
-
-  // Makes it known to an adapter; does nothing if it is known there already.
-  void Register(Domain& domain, uint64_t access) {
-    if (mrs.contains(&domain)) return;
+  // Allocates the memory, unless it is to be registered with one more adapter.
+  Buffer(Domain& domain, size_t bytes, uint64_t access, bool on_gpu = false,
+         std::shared_ptr<char[]> memory = nullptr)
+      : size(bytes), gpu(on_gpu), data(std::move(memory)) {
+    if (data == nullptr) data = gpu ? CudaAlloc(bytes) : AllocHost(bytes);
     iovec iov = {.iov_base = data.get(), .iov_len = size};
     fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
-    if (gpu >= 0) {
-      attr.iface = FI_HMEM_CUDA;
-      attr.device.cuda = gpu;
-    }
-    // Used by providers that let us choose the key (those without
-    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-    int ret = 0;
-    do {
-      attr.requested_key = domain.RandomKey();
-      ret = fi_mr_regattr(domain.handle, &attr, 0, &mrs[&domain].ptr);
-    } while (ret == -FI_ENOKEY);
-    if (ret != 0) mrs.erase(&domain);
-    FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
+    attr.requested_key = domain.RandomKey();  // not with FI_MR_PROV_KEY
+    if (gpu) attr.iface = FI_HMEM_CUDA;
+    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr), "fi_mr_regattr");
   }
 
-  // Copies into the buffer, from host memory.
-  void CopyIn(size_t offset, const void* from, size_t len) {
-    if (gpu >= 0) return CudaCopy(&data[offset], from, len);
-    memcpy(&data[offset], from, len);
-  }
-
-  // Copies out of the buffer, to host memory.
-  void CopyOut(size_t offset, void* to, size_t len) const {
-    if (gpu >= 0) return CudaCopy(to, &data[offset], len);
-    memcpy(to, &data[offset], len);
+  // Copies between the buffer and host memory, in either direction.
+  void Copy(void* to, const void* from, size_t len) const {
+    if (gpu) return CudaCopy(to, from, len);
+    memcpy(to, from, len);
   }
 };
 
@@ -410,19 +321,7 @@ struct Buffer {
 
 // The kinds of operations.
 enum class RdmaOpType { kRecv, kSend, kWrite };
-
-// Returns the name of an operation, for error messages.
-const char* NameOf(RdmaOpType type) {
-  switch (type) {
-    case RdmaOpType::kRecv:
-      return "RECV";
-    case RdmaOpType::kSend:
-      return "SEND";
-    case RdmaOpType::kWrite:
-      return "WRITE";
-  }
-  return "";
-}
+constexpr const char* kOpNames[] = {"RECV", "SEND", "WRITE"};
 
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
@@ -436,49 +335,40 @@ struct RdmaOp {
   uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
   uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
   uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
-  size_t number = 0;         // of a WRITE: which of the transfer's it is
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
-  bool in_flight = false;  // libfabric has it, and has not ended it
-
-  // Returns whether the peer's program takes no part in it.
-  bool OneSided() const {
-    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
-  }
 
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    std::string hint;
-    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
-    if (OneSided()) hint += " Or has it refused the access?";
-    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+    const char* hint =
+        type == RdmaOpType::kRecv ? "" : "; is the other side still running?";
+    throw std::runtime_error(kOpNames[int(type)] + (" failed: " + error) +
                              hint);
   }
 };
 
 // 4. An endpoint, with an address vector and a completion queue.
 struct Endpoint {
-  Domain& domain;
-  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
-  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
+  std::deque<RdmaOp> ops;         // as many as were ever in use
+  std::vector<RdmaOp*> free_ops;  // those that are not in flight
+  Address addr;                   // our own
+
   std::deque<RdmaOp*> pending_ops;  // waiting to be handed over, in order
-  uint64_t eagain_count = 0;        // times there was no room (-FI_EAGAIN)
-  Clock::time_point silent_since = Clock::now();  // see CheckSilence
+  size_t eagain_count = 0;          // times there was no room (-FI_EAGAIN)
+
   // Called with the immediate data of a WRITE from the other side, once that
   // WRITE has arrived. It belongs to no operation of ours.
   std::function<void(uint32_t)> on_imm_data;
-  Address addr;  // our own
 
   Owned<fid_av> av;  // the addresses of our peers
   Owned<fid_cq> cq;  // how our operations have ended
   Owned<fid_eq> eq;  // what happens to the endpoint
   Owned<fid_ep> ep;  // where we post them
 
-  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& domain) {
     fi_av_attr av_attr = {};
     fi_cq_attr cq_attr = {};
-    cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;  // what we want to know of each
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
@@ -491,9 +381,9 @@ struct Endpoint {
             "fi_eq_open");
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
-    // The shm provider has just put handlers of its own before ours. They
-    // delete our shared memory at once, and then the other side may crash.
-    if (!g_interrupted) InstallSignalHandlers();
+    // Again: in fi_endpoint, the shm provider installs handlers that delete our
+    // shared memory at once, and the other side may crash.
+    CatchSignals();
     FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
@@ -505,34 +395,15 @@ struct Endpoint {
     addr.resize(length);
   }
 
-  // Returns whether an address can be one of our provider's.
-  bool IsLikeOurs(const Address& address) const {
-    uint32_t format = domain.info->addr_format;
-    // One that is a name ends with a zero byte and begins as ours does.
-    if (format == FI_ADDR_STR) {
-      return !address.empty() && address.back() == 0 &&
-             address.front() == addr.front();
-    }
-    // Any other is as long as ours. An internet address begins with its family,
-    // and libfabric would expect another family of all addresses after it.
-    bool internet = format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
-    return address.size() == addr.size() &&
-           std::equal(addr.begin(), addr.begin() + (internet ? 2 : 0),
-                      address.begin());
-  }
-
   // Returns libfabric's number for a peer's address, which operations take
   // instead of it. Nothing is sent, so a peer that does not exist shows later,
   // as an error or as silence.
-  fi_addr_t AddPeerAddress(const Address& address) {
+  fi_addr_t AddPeerAddress(Address address) {
     fi_addr_t peer = FI_ADDR_UNSPEC;
-    if (!IsLikeOurs(address) ||
-        fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
-      throw std::runtime_error("\"" + ToHex(address) +
-                               "\" is not an address of provider " +
-                               domain.info->fabric_attr->prov_name +
-                               "; do both sides use the same FI_PROVIDER?");
-    }
+    address.resize(kMaxAddressSize);  // libfabric reads as much as it needs
+    bool known = fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) == 1;
+    FiCheck(known ? 0 : -FI_EINVAL,
+            "fi_av_insert (do both sides use the same FI_PROVIDER?)");
     return peer;
   }
 
@@ -540,18 +411,14 @@ struct Endpoint {
   // buffer must not change until it has completed. Once one operation has to
   // wait, all later ones wait behind it, so that none overtakes another.
   void Post(RdmaOp request) {
-    while (free_ops.size() < kSpareOps) {
-      free_ops.push_back(&ops.emplace_back());
-    }
-    RdmaOp* op = free_ops.front();
+    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
+    RdmaOp* op = free_ops.back();
     *op = std::move(request);
-    free_ops.pop_front();
+    free_ops.pop_back();
+    ++op->buf->in_flight;
     pending_ops.push_back(op);
     ProgressPendingOps();
   }
-
-  // Returns whether libfabric has taken everything that was posted.
-  bool HasRoom() const { return pending_ops.empty(); }
 
   // Hands over what is waiting, as far as libfabric has room. An operation that
   // libfabric refuses completes at once, with an error.
@@ -564,86 +431,67 @@ struct Endpoint {
         return;  // reading completions makes room
       }
       pending_ops.pop_front();
-      op->in_flight = true;
-      if (ret != 0) Complete(op, 0, ErrorText(int(-ret)));
+      if (ret != 0) Complete(op, 0, fi_strerror(int(-ret)));
     }
   }
 
+  // Returns whether libfabric has taken everything that was posted.
+  bool HasRoom() const { return pending_ops.empty(); }
+
   // Calls the function of libfabric for an operation.
   ssize_t Submit(RdmaOp* op) {
-    uint8_t* data = &op->buf->data[op->offset];
-    void* desc = fi_mr_desc(op->buf->mrs.at(&domain));
-    if (op->OneSided()) {
-      iovec iov = {.iov_base = data, .iov_len = op->len};
-      fi_rma_iov remote = {
-          .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
-      fi_msg_rma msg = {};
-      msg.msg_iov = &iov;
-      msg.desc = &desc;
-      msg.iov_count = 1;
-      msg.addr = op->peer;
-      msg.rma_iov = &remote;
-      msg.rma_iov_count = 1;
-      msg.context = op;
-      msg.data = op->imm_data;
-      uint64_t imm_flag = op->imm_data != 0 ? FI_REMOTE_CQ_DATA : 0;
-      return fi_writemsg(ep, &msg, domain.write_flags | imm_flag);
-    }
+    char* data = &op->buf->data[op->offset];
+    void* desc = fi_mr_desc(op->buf->mr);
     if (op->type == RdmaOpType::kRecv) {
       return fi_recv(ep, data, op->len, desc, op->peer, op);
     }
-    return fi_send(ep, data, op->len, desc, op->peer, op);
+    if (op->type == RdmaOpType::kSend) {
+      return fi_send(ep, data, op->len, desc, op->peer, op);
+    }
+    if (op->imm_data == 0) {
+      return fi_write(ep, data, op->len, desc, op->peer, op->remote_addr,
+                      op->remote_key, op);
+    }
+    return fi_writedata(ep, data, op->len, desc, op->imm_data, op->peer,
+                        op->remote_addr, op->remote_key, op);
   }
 
   // Reads what has completed and calls back. Many providers work only while we
   // read. Returns the number of completions. Throws if a callback does.
   size_t PollCompletion() {
     ProgressPendingOps();
-    fi_cq_data_entry cqe[kCompletionQueueReadCount];
-    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    fi_cq_data_entry entries[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, entries, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     if (ret == -FI_EAVAIL) {
       ReadError();
       return 1;
     }
     FiCheck(ret, "fi_cq_read");
-    // A callback that throws must not cost the entries after it.
-    std::exception_ptr failure;
-    for (ssize_t i = 0; i < ret; ++i) {
-      try {
-        // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
-        if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
-            !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          if (on_imm_data) on_imm_data(uint32_t(cqe[i].data));
-          continue;
-        }
-        Complete(cqe[i].op_context, cqe[i].len, "");
-      } catch (...) {
-        if (!failure) failure = std::current_exception();
-      }
-    }
-    if (failure) std::rethrow_exception(failure);
+    for (ssize_t i = 0; i < ret; ++i) HandleCompletion(entries[i]);
     return size_t(ret);
+  }
+
+  // Ends our operation, or reports the number of a WRITE from the other side.
+  void HandleCompletion(const fi_cq_data_entry& entry) {
+    // Some versions of shm report such a WRITE without FI_REMOTE_WRITE.
+    if ((entry.flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
+        !(entry.flags & (FI_RECV | FI_WRITE))) {
+      if (on_imm_data) on_imm_data(uint32_t(entry.data));
+      return;
+    }
+    Complete(entry.op_context, entry.len, "");
   }
 
   // Ends an operation: its record is free for another one. Calls back.
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
-    // An adapter may report an operation that has completed a second time, as
-    // failed: the peer did not get its receipt.
-    if (!op->in_flight) return;
     RdmaOp done = std::move(*op);
-    op->in_flight = false;
     free_ops.push_back(op);
-    // A SEND may complete on this side alone, a RECV takes anybody's message:
-    // they say nothing about the peer.
-    if (done.OneSided() && error.empty()) RestartSilence();
+    --done.buf->in_flight;
     done.error = error;
-    if (done.type == RdmaOpType::kRecv && error.empty()) {
-      if (len > done.len) done.error = "the message is longer than the buffer";
-      done.len = len;
-    }
+    if (done.type == RdmaOpType::kRecv) done.len = std::min(len, done.len);
     done.callback(done);
   }
 
@@ -652,825 +500,436 @@ struct Endpoint {
   void ReadError() {
     fi_cq_err_entry entry = {};
     FiCheck(fi_cq_readerr(cq, &entry, 0), "fi_cq_readerr");
-    std::string error = ErrorText(entry.err);
+    std::string error = fi_strerror(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
     if (detail != nullptr && error != detail) {
       error += " (" + std::string(detail) + ")";
     }
-    // Some providers do not say which operation has failed, and it may be one
-    // from the other side.
-    if (entry.op_context == nullptr ||
-        (entry.flags & (FI_REMOTE_READ | FI_REMOTE_WRITE))) {
+    // Some providers do not say which operation has failed, and it may be a
+    // WRITE from the other side.
+    if (entry.op_context == nullptr || (entry.flags & FI_REMOTE_WRITE)) {
       throw std::runtime_error("an operation failed: " + error);
     }
-    // A second report about a RECV says nothing of what uses its record now.
-    if ((entry.flags & FI_RECV) &&
-        static_cast<RdmaOp*>(entry.op_context)->OneSided()) {
-      return;
-    }
     Complete(entry.op_context, 0, error);
-  }
-
-  // Begins to count the silence anew.
-  void RestartSilence() { silent_since = Clock::now(); }
-
-  // Throws after too long a silence of the peer: some providers never report
-  // that a peer has gone, and silence is all that there is to notice.
-  void CheckSilence(const char* what,
-                    std::chrono::seconds limit = kSilenceLimit) const {
-    if (Clock::now() - silent_since < limit) return;
-    throw std::runtime_error(
-        std::string(what) + ": nothing has happened for " +
-        std::to_string(limit.count()) +
-        " s; is the other side running, with the same FI_PROVIDER?");
   }
 };
 
 // ---- Messages and sessions ----
 
-using Message = std::string;  // any bytes
-
 // The kinds of messages, and who sends them.
 enum class AppMessageType : uint32_t {
-  kConnect = 1,  // client: this is my address
+  kConnect = 1,  // client: this is my number, and an address of mine
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
-  kWait = 4,     // server: I can't serve you yet; ask again
-  kRefused = 5,  // server: I end this session; followed by the reason
 
   kRandomFill = 6,  // client: fill my memory
   kProgress = 7,    // server: I am still at it
 };
 
-// The beginning of each message. A stranger may know an address, too, but not
-// the number that the client has chosen for its conversation with the server.
-struct AppMessageBase {
+// A message. It travels as its type, in the byte order of our processors, and
+// the rest.
+struct Message {
   AppMessageType type;
-  uint32_t nonce = 0;  // set by Session::Send
+  std::string body;  // any bytes
 };
-
-// A CONNECT or an ACCEPT.
-struct AppConnectMessage {
-  AppMessageBase base;
-  uint32_t addr_size;  // bytes used of addr
-  uint8_t addr[kMaxAddressSize];
-};
-
-// Numbers travel as they are in memory, so both sides need the same byte order.
-static_assert(std::endian::native == std::endian::little,
-              "the numbers in messages are little-endian");
+constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
 // Returns what to throw for a message that cannot be right.
 std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
 
-// Returns the beginning of a message; zeros if it is too short to have one.
-AppMessageBase BaseOf(const Message& message) {
-  AppMessageBase base = {};
-  if (message.size() >= sizeof(base)) {
-    memcpy(&base, message.data(), sizeof(base));
-  }
-  return base;
+// Returns a copy of something in memory, to be sent.
+std::string BytesOf(const void* data, size_t size) {
+  return {static_cast<const char*>(data), size};
 }
 
-// Returns the type of a message; 0 if it is too short to have one.
-AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
-
-// Copies the beginning of a message into a struct that starts with an
-// AppMessageBase. Throws if the message is too short for it, or of another
-// type.
-template <typename T>
-T ReadMessage(const Message& message, AppMessageType type) {
-  if (message.size() < sizeof(T) || TypeOf(message) != type) {
-    throw BadMessage(std::to_string(message.size()) + " bytes of type " +
-                     std::to_string(uint32_t(TypeOf(message))));
+// Returns the body of a message. Throws if it has another type.
+const std::string& BodyOf(const Message& message, AppMessageType type) {
+  if (message.type != type) {
+    throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }
-  T head;
-  memcpy(&head, message.data(), sizeof(head));
-  return head;
+  return message.body;
 }
-
-// Returns a CONNECT or an ACCEPT. Throws if it is not a valid one.
-AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
-  auto connect = ReadMessage<AppConnectMessage>(message, type);
-  if (message.size() != sizeof(connect) ||
-      connect.addr_size > sizeof(connect.addr)) {
-    throw BadMessage("its sizes do not fit together");
-  }
-  return connect;
-}
-
-// Returns the address that a CONNECT or an ACCEPT carries.
-Address AddressIn(const AppConnectMessage& connect) {
-  return {connect.addr, connect.addr + connect.addr_size};
-}
-
-// Does the reverse of ReadMessage: the bytes of a struct, and of a tail.
-template <typename T>
-Message WriteMessage(const T& head, std::string_view tail = {}) {
-  // Padding would carry whatever was in memory there.
-  static_assert(std::has_unique_object_representations_v<T>);
-  Message message(reinterpret_cast<const char*>(&head), sizeof(head));
-  return std::move(message.append(tail));
-}
-
-// An endpoint, and messages from and to those who know its address.
-struct Mailbox {
-  Domain& domain;
-  std::list<Buffer> bufs;               // of all RECVs and SENDs
-  std::deque<RdmaOp> arrivals;          // completed RECVs
-  std::vector<Buffer*> free_send_bufs;  // those without a message
-  size_t unsent = 0;                    // messages whose SEND has not completed
-  Endpoint endpoint;
-
-  explicit Mailbox(Domain& open_domain)
-      : domain(open_domain), endpoint(open_domain) {
-    for (size_t i = 0; i < kRecvCount; ++i) {
-      PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
-    }
-  }
-
-  // Posts a RECV: the next message, from anybody, goes into `buf`.
-  void PostRecv(Buffer& buf) {
-    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    endpoint.Post({.type = RdmaOpType::kRecv,
-                   .buf = &buf,
-                   .len = buf.size,
-                   .callback = arrived});
-  }
-
-  // Takes out the next message, if there is one. Throws if its RECV has failed:
-  // it was too long, for example.
-  std::optional<Message> Take() {
-    if (arrivals.empty()) return std::nullopt;
-    RdmaOp recv = std::move(arrivals.front());
-    arrivals.pop_front();
-    auto* data = recv.buf->data.get();
-    Message message(data, data + (recv.error.empty() ? recv.len : 0));
-    PostRecv(*recv.buf);
-    recv.Check();
-    return message;
-  }
-
-  // Sends a copy of a message.
-  void Send(fi_addr_t peer, const Message& message) {
-    if (message.size() > domain.MaxMessageSize()) {
-      throw std::runtime_error("a message of " +
-                               std::to_string(message.size()) +
-                               " bytes is too long for this provider");
-    }
-    if (free_send_bufs.empty()) {
-      free_send_bufs.push_back(
-          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
-    }
-    Buffer* buf = free_send_bufs.back();
-    free_send_bufs.pop_back();
-    std::copy(message.begin(), message.end(), buf->data.get());
-    ++unsent;
-    endpoint.Post({.type = RdmaOpType::kSend,
-                   .peer = peer,
-                   .buf = buf,
-                   .len = message.size(),
-                   .callback = [this](const RdmaOp& op) {
-                     op.Check();
-                     --unsent;
-                     free_send_bufs.push_back(op.buf);
-                   }});
-  }
-};
 
 // One end of a conversation: an endpoint, and messages from and to one peer.
-// The server has a session for each client. Destroying it also ends whatever
-// was in flight to that client, and only closing the endpoint can do that.
+// The server has a session for each client, because only closing an endpoint
+// ends what is in flight to a client that has died. A server's listener is a
+// session without a peer: it hears everybody, and says nothing.
 struct Session {
-  Mailbox mailbox;
-  Endpoint& endpoint;  // that of the mailbox
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  uint32_t nonce = 0;          // of this conversation
-  Clock::time_point leave_at;  // until then, the last messages may leave
-  bool waiting = false;        // client: has been told to
-
-  explicit Session(Domain& domain)
-      : mailbox(domain), endpoint(mailbox.endpoint) {}
-
-  // Takes out the next message of our peer, if there is one. Those without the
-  // nonce, and those that are too long, are from somebody else. Throws if the
-  // server has refused what we want.
-  std::optional<Message> Take() {
-    while (!mailbox.arrivals.empty()) {
-      Message message;
-      try {
-        message = *mailbox.Take();
-      } catch (const std::runtime_error&) {
-        continue;
-      }
-      AppMessageBase base = BaseOf(message);
-      if (base.nonce != nonce) continue;
-      endpoint.RestartSilence();
-      if (base.type == AppMessageType::kRefused) {
-        throw std::runtime_error("the server has refused: " +
-                                 Printable(message.c_str() + sizeof(base)));
-      }
-      return message;
-    }
-    return std::nullopt;
-  }
-
-  // Sends a message: a head of fixed size, and a tail.
-  template <typename T>
-  void Send(const T& head, std::string_view tail = {}) {
-    Message message = WriteMessage(head, tail);
-    memcpy(&message[offsetof(AppMessageBase, nonce)], &nonce, sizeof(nonce));
-    mailbox.Send(peer, message);
-  }
-
-  // Sends our address: in a CONNECT or an ACCEPT.
-  void SendAddress(AppMessageType type) {
-    AppConnectMessage connect = {};
-    connect.base.type = type;
-    connect.addr_size = uint32_t(endpoint.addr.size());
-    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
-    Send(connect);
-  }
-
-  // Server: tells a client which endpoint serves it.
-  void Accept(const AppConnectMessage& connect) {
-    peer = endpoint.AddPeerAddress(AddressIn(connect));
-    nonce = connect.base.nonce;
-    SendAddress(AppMessageType::kAccept);
-  }
-
-  // Server: tells the client why the session ends.
-  void Refuse(const std::string& reason) {
-    Send(AppMessageBase{AppMessageType::kRefused}, reason);
-    leave_at = Clock::now() + kContactGrace;
-  }
-
-  // Returns whether the last messages have left, or have had time to.
-  bool HasLeft() {
-    try {
-      if (Clock::now() < leave_at) endpoint.PollCompletion();
-    } catch (const std::exception&) {
-      return true;
-    }
-    return mailbox.unsent == 0 || Clock::now() >= leave_at;
-  }
-
-  // Client: returns whether the server has accepted us. It answers each CONNECT
-  // once: with an ACCEPT or, if it can't serve us yet, a second later with a
-  // WAIT. Then we ask again, which shows that we are still there.
-  bool IsAccepted() {
-    std::optional<Message> message = Take();
-    if (!message) return false;
-    if (TypeOf(*message) == AppMessageType::kWait) {
-      if (!waiting) printf("The server can't serve us yet: waiting\n");
-      waiting = true;
-      SendAddress(AppMessageType::kConnect);
-    }
-    if (TypeOf(*message) != AppMessageType::kAccept) return false;
-    peer = endpoint.AddPeerAddress(
-        AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
-    return true;
-  }
-};
-
-// The clients that wait to be served. After a second in line it tells them to
-// ask again and forgets them, so only those who are still there stay in it.
-struct WaitingLine {
-  struct Visitor {
-    AppConnectMessage connect;
-    Clock::time_point since = Clock::now();
-  };
   Domain& domain;
-  std::deque<Visitor> visitors = {};
-  std::deque<Visitor> untold = {};  // no longer in line, and to be told
-  // From which they are told. Their addresses may be invented, and closing it
-  // ends whatever is on its way to them.
-  std::optional<Endpoint> endpoint = {};
-  std::map<Address, fi_addr_t> contacts = {};  // in its address vector
-  Clock::time_point close_at = {};
+  std::deque<Buffer> recv_bufs;
+  std::deque<Buffer> send_bufs;  // as many as were ever in use
+  std::deque<Message> inbox;     // that have arrived
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Clock::time_point opened_at = heard_at;
+  Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
-  // Takes a CONNECT. No address stands in line twice.
-  void Add(const AppConnectMessage& connect) {
-    for (Visitor& visitor : visitors) {
-      if (AddressIn(visitor.connect) != AddressIn(connect)) continue;
-      visitor.connect = connect;
-      return;
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), endpoint(domain) {
+    for (size_t i = 0; i < kRecvCount; ++i) {
+      recv_bufs.emplace_back(domain, kMaxMessageSize, FI_RECV);
     }
-    if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
+    PostRecvs();
   }
 
-  // Takes all CONNECTs that have come. A message that is none must not hold up
-  // those behind it.
-  void AddAll(Mailbox& listener) {
-    for (size_t i = listener.arrivals.size(); i > 0; --i) {
-      try {
-        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));
-      } catch (const std::exception& e) {
-        fprintf(stderr, "error: %s\n", e.what());
-      }
+  // Posts a RECV for each free buffer.
+  void PostRecvs() {
+    for (Buffer& buf : recv_bufs) {
+      if (buf.in_flight > 0) continue;
+      endpoint.Post({.type = RdmaOpType::kRecv,
+                     .buf = &buf,
+                     .len = buf.size,
+                     .callback = [this](const RdmaOp& op) { Arrived(op); }});
     }
   }
 
-  // Tells those who have been in line for a second to ask again.
-  void TellAll() {
-    Clock::time_point now = Clock::now();
-    if (endpoint && now > close_at) {
-      endpoint.reset();
-      std::erase_if(untold, [&](const Visitor& visitor) {
-        return contacts.contains(AddressIn(visitor.connect));
-      });
-      contacts.clear();
-    }
-    if (endpoint) endpoint->PollCompletion();
-    while (!visitors.empty() && now - visitors.front().since > kAskPeriod) {
-      if (untold.size() < kMaxWaiting) untold.push_back(visitors.front());
-      visitors.pop_front();
-    }
-    if (untold.empty()) return;
-    if (!endpoint) {
-      if (now < close_at) return;  // there was no memory for it
-      close_at = now + kSilenceLimit;
-      endpoint.emplace(domain);
-    }
-    std::erase_if(untold, [&](const Visitor& visitor) {
-      return now - visitor.since > kSilenceLimit || Tell(visitor);
-    });
+  // Posts what waits, and polls. Returns the number of completions.
+  size_t Poll() {
+    PostRecvs();
+    return endpoint.PollCompletion();
   }
 
-  // Tells a client to ask again. libfabric copies so short a message (fi_inject
-  // in fi_msg(3)) and reports no completion. Returns false if it has no room.
-  bool Tell(const Visitor& visitor) {
-    Address address = AddressIn(visitor.connect);
-    bool full = contacts.size() >= kMaxContacts;
-    if (full && !contacts.contains(address)) return false;
-    try {
-      if (!contacts.contains(address)) {
-        contacts[address] = endpoint->AddPeerAddress(address);
-      }
-    } catch (const std::runtime_error& e) {
-      fprintf(stderr, "error: %s\n", e.what());
-      return true;
+  // Puts the message that has come with a RECV into the inbox. One that is too
+  // short has type 0, which nobody expects.
+  void Arrived(const RdmaOp& op) {
+    op.Check();  // throws if it was too long, for example
+    Message message = {};
+    const char* data = op.buf->data.get();
+    if (op.len >= sizeof(message.type)) {
+      memcpy(&message.type, data, sizeof(message.type));
+      message.body.assign(data + sizeof(message.type), data + op.len);
     }
-    AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
-    // Closed when nobody waits any more for what it has told, or soon after it
-    // has been used for many.
-    if (!full) {
-      close_at = Clock::now() +
-                 (contacts.size() < kMaxContacts ? kSilenceLimit : kTellGrace);
+    inbox.push_back(std::move(message));
+    heard_at = Clock::now();
+  }
+
+  // Sends a message. Of two in flight, a short one may be complete first at the
+  // other side, as in 4: where the order counts, wait for HasSent in between.
+  void Send(AppMessageType type, const std::string& body = {}) {
+    if (body.size() > kMaxBodySize) throw std::length_error("a long message");
+    size_t i = 0;
+    while (i < send_bufs.size() && send_bufs[i].in_flight > 0) ++i;
+    if (i == send_bufs.size()) {
+      send_bufs.emplace_back(domain, kMaxMessageSize, FI_SEND);
     }
-    return fi_inject(endpoint->ep, &wait, sizeof(wait), contacts.at(address)) !=
-           -FI_EAGAIN;
+    Buffer& buf = send_bufs[i];
+    char* data = buf.data.get();
+    memcpy(data, &type, sizeof(type));
+    body.copy(data + sizeof(type), body.size());
+    endpoint.Post({.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = &buf,
+                   .len = sizeof(type) + body.size(),
+                   .callback = [](const RdmaOp& op) { op.Check(); }});
+  }
+
+  // Returns whether all messages have left.
+  bool HasSent() const {
+    return std::all_of(send_bufs.begin(), send_bufs.end(),
+                       [](const Buffer& b) { return b.in_flight == 0; });
+  }
+
+  // Takes out the next message, if there is one.
+  std::optional<Message> Take() {
+    if (inbox.empty()) return std::nullopt;
+    Message message = std::move(inbox.front());
+    inbox.pop_front();
+    return message;
   }
 };
 
 // ---- Rails ----
 
-// One of the ways between server and client: an adapter here, another one
-// there. Each has a session of its own.
+// A way between an adapter here and another one there, with its own session.
 struct Rail {
-  Domain& domain;
+  std::optional<Buffer> memory;  // of the WRITEs, registered with this adapter
   Session session;
+  bool accepted = false;  // client: the server has answered
 
-  // Client: addresses of the server, the one to ask next first.
-  std::deque<Address> untried;
-  Clock::time_point asked_at = {};
-  bool accepted = false;
+  // Server: where the client's memory is, for this rail, and our WRITEs to it.
+  uint64_t remote_addr = 0;
+  uint64_t remote_key = 0;
+  std::set<size_t> writes;         // the numbers of those in flight
+  size_t written = 0;              // how many have completed
+  Clock::time_point completed_at;  // the last of them
 
-  // Server: the other end. A rail is used once the request has come over it,
-  // with the key that the client's memory has there.
-  AppConnectMessage connect_msg = {};
-  bool ready = false;
-  uint64_t remote_addr = 0;  // of the client's memory
-  uint64_t rkey = 0;
-  size_t outstanding = 0;  // WRITEs in flight
-  size_t written = 0;      // WRITEs that have completed
-
-  explicit Rail(Domain& open_domain)
-      : domain(open_domain), session(open_domain) {}
-
-  // Client: asks the server for the other end of this rail.
-  void Ask() {
-    asked_at = Clock::now();
-    Address address = untried.front();
-    untried.pop_front();
-    session.peer = session.endpoint.AddPeerAddress(address);
-    session.SendAddress(AppMessageType::kConnect);
-    printf("Sent CONNECT message to server on %s\n", Name().c_str());
+  // Opens our end. Throws if the machine lacks what that takes.
+  Rail(Domain& domain, const Address& addr) : session(domain) {
+    session.peer = session.endpoint.AddPeerAddress(addr);
   }
 
-  std::string Name() const { return domain.info->domain_attr->name; }
+  const char* Name() const { return session.domain.info->domain_attr->name; }
 };
 
-using Rails = std::list<Rail>;
+// One end of a conversation over several rails.
+struct Rails {
+  std::list<Rail> all;
+  std::string prefix;      // begins each line about one of them
+  std::set<size_t> again;  // numbers of WRITEs that failed ones have left
 
-// Polls all rails. One that fails is closed, and `lost` is told before; if it
-// is the only one, throws. Returns the number of completions.
-size_t PollRails(Rails& rails, const std::function<void(Rail&)>& use,
-                 const std::function<void(Rail&, const char*)>& lost) {
-  size_t completions = 0;
-  for (auto it = rails.begin(); it != rails.end();) {
-    auto rail = it++;
-    try {
-      completions += rail->session.endpoint.PollCompletion();
-      use(*rail);
-    } catch (const std::exception& e) {
-      if (rails.size() == 1) throw;
-      lost(*rail, e.what());
-      rails.erase(rail);
-    }
-  }
-  return completions;
-}
-
-// Returns the endpoint that last heard of its peer.
-Endpoint& Freshest(Rails& rails) {
-  auto earlier = [](const Rail& a, const Rail& b) {
-    return a.session.endpoint.silent_since < b.session.endpoint.silent_since;
-  };
-  return std::max_element(rails.begin(), rails.end(), earlier)
-      ->session.endpoint;
-}
-
-// Client: looks for the other end of each rail. Names of networks prove
-// nothing: only an answer does. So each adapter asks at an address of the
-// server, and after a while at the next one. It is no rail if none answers soon
-// after the first rail has been accepted.
-void Connect(Rails& rails, std::list<Domain>& domains,
-             const std::vector<Address>& server_addrs) {
-  uint32_t nonce = std::random_device()();
-  // Usually, the first adapter here reaches the first one there, and so on.
-  std::deque<Address> addrs(server_addrs.begin(), server_addrs.end());
-  for (Domain& domain : domains) {
-    rails.emplace_back(domain).untried = addrs;
-    std::rotate(addrs.begin(), addrs.begin() + 1, addrs.end());
-  }
-  CheckInterrupted();  // opening them takes a while
-  Clock::time_point start = Clock::now();
-  Clock::time_point first_at = {};   // when a rail was accepted
-  Clock::time_point latest_at = {};  // when another one was
-  for (bool complete = false; !complete;) {
-    if (Clock::now() - start >= kContactGrace) CheckInterrupted();
-    std::this_thread::sleep_for(kIdlePause);
-    complete = true;
-    for (auto it = rails.begin(); it != rails.end();) {
+  // Does something with each rail. One that fails is closed, which ends what it
+  // has in flight, and leaves that to the others. Throws if there is no other.
+  void ForEach(const std::function<void(Rail&)>& use) {
+    for (auto it = all.begin(); it != all.end();) {
       auto rail = it++;
-      if (rail->accepted) continue;
-      complete = false;
-      Session& session = rail->session;
-      bool answered = first_at != Clock::time_point();
       try {
-        session.nonce = nonce;
-        if (rail->asked_at == Clock::time_point()) rail->Ask();
-        session.endpoint.PollCompletion();
-        rail->accepted = session.IsAccepted();
-        if (rail->accepted) latest_at = Clock::now();
-        if (rail->accepted && !answered) first_at = latest_at;
-        if (rail->accepted) continue;
-        if (session.waiting || (rail->untried.empty() && !answered)) {
-          session.endpoint.CheckSilence("waiting for ACCEPT");
-        } else if (Clock::now() - std::max(rail->asked_at, latest_at) >=
-                   (answered ? kAskPeriod : kAnswerLimit)) {
-          throw std::runtime_error("no answer");
-        }
+        use(*rail);
       } catch (const std::exception& e) {
-        // Closing the endpoint ends whatever is on its way to the last address.
-        bool late = answered && Clock::now() - first_at > kRailGrace;
-        if (!rail->untried.empty() && !late) {
-          rails.emplace(rail, rail->domain)->untried = rail->untried;
-        } else if (rails.size() > 1) {
-          printf("No rail: %s (%s)\n", rail->Name().c_str(), e.what());
-        } else {
-          throw;
-        }
-        rails.erase(rail);
+        if (all.size() == 1) throw;
+        fprintf(stderr, "%srail %s is given up: %s\n", prefix.c_str(),
+                rail->Name(), e.what());
+        again.insert(rail->writes.begin(), rail->writes.end());
+        all.erase(rail);
       }
     }
   }
-}
 
-// Closes all rails, each as soon as its last messages have left. Returns
-// whether none is left.
-bool Leave(Rails& rails) {
-  rails.remove_if([](Rail& rail) { return rail.session.HasLeft(); });
-  return rails.empty();
-}
+  // Polls all rails. Returns the number of completions.
+  size_t Poll() {
+    size_t completions = 0;
+    ForEach([&](Rail& rail) { completions += rail.session.Poll(); });
+    return completions;
+  }
 
-// Does something with each rail: we cannot know which ones still work, and one
-// that fails must not keep it from the others.
-void ForEach(Rails& rails, const std::function<void(Rail&)>& use) {
-  for (Rail& rail : rails) {
-    try {
-      use(rail);
-    } catch (const std::exception&) {
+  // Returns when there was the last sign of life, on whatever rail.
+  Clock::time_point HeardAt() const {
+    Clock::time_point latest = {};
+    for (const Rail& rail : all) {
+      latest = std::max(latest, rail.session.heard_at);
+    }
+    return latest;
+  }
+
+  // Client: polls until `done` returns true. Errors say `what` we were doing.
+  // A server must not wait like this: all its clients would have to wait, too.
+  void WaitUntil(const char* what, const std::function<bool()>& done) {
+    for (Rail& rail : all) rail.session.heard_at = Clock::now();
+    for (size_t polls = 1; !done(); ++polls) {
+      // Over shm, the server may crash if we leave during our first contact.
+      if (g_interrupted &&
+          Clock::now() - all.front().session.opened_at > kContactGrace) {
+        throw std::runtime_error("interrupted");
+      }
+      CheckSilence(HeardAt(), what);
+      // No sleep: a poll that completes nothing may move data all the same.
+      if (Poll() == 0 && polls % kPollsPerYield == 0) std::this_thread::yield();
     }
   }
-}
 
-// Client: says BYE over each rail, and closes them.
-void SayBye(Rails& rails) {
-  ForEach(rails, [](Rail& rail) {
-    rail.session.leave_at = Clock::now() + kContactGrace;
-    rail.session.Send(AppMessageBase{AppMessageType::kBye});
-  });
-  while (!Leave(rails)) std::this_thread::yield();
-}
+  // Client: asks for the other end of each rail, the first adapter here at the
+  // first address, and so on. Names of networks prove nothing: only an answer
+  // does. A rail that gets none soon after another one has is given up.
+  void Connect(std::list<Domain>& domains,
+               const std::vector<Address>& server_addrs) {
+    // The server learns by it which rails are ours.
+    uint64_t number = domains.front().RandomKey();
+    for (Domain& domain : domains) {
+      if (all.size() == server_addrs.size()) break;
+      all.emplace_back(domain, server_addrs[all.size()]);
+    }
+    ForEach([&](Rail& rail) {
+      rail.session.Send(
+          AppMessageType::kConnect,
+          BytesOf(&number, sizeof(number)) + rail.session.endpoint.addr);
+      printf("Sent CONNECT message to server on %s\n", rail.Name());
+    });
+    const char* what =
+        "waiting for ACCEPT (is the server running, with the same "
+        "FI_PROVIDER?)";
+    auto accepted_at = Clock::time_point::max();  // the latest one
+    WaitUntil(what, [&] {
+      bool complete = true;
+      ForEach([&](Rail& rail) {
+        if (rail.accepted) return;
+        complete = false;
+        if (std::optional<Message> message = rail.session.Take()) {
+          rail.session.peer = rail.session.endpoint.AddPeerAddress(
+              BodyOf(*message, AppMessageType::kAccept));
+          rail.accepted = true;
+          accepted_at = Clock::now();
+        }
+        if (Clock::now() - accepted_at > kAnswerGrace) {
+          throw std::runtime_error("no answer");
+        }
+      });
+      return complete;
+    });
+  }
 
-// Client: tells the user that a rail has failed.
-void PrintLost(const Rail& rail, const char* why) {
-  fprintf(stderr, "rail %s is given up: %s\n", rail.Name().c_str(), why);
-}
-
-// Client: polls until `done` returns true. Error messages begin with `what`.
-void WaitUntil(Rails& rails, const char* what,
-               const std::function<bool()>& done) {
-  size_t empty_polls = 0;
-  Freshest(rails).RestartSilence();
-  while (!done()) {
-    CheckInterrupted();
-    if (PollRails(
-            rails, [](Rail&) {}, PrintLost) > 0)
-      continue;
-    if (++empty_polls % kPollsPerYield != 0) continue;
-    Freshest(rails).CheckSilence(what);
-    if (Clock::now() - Freshest(rails).silent_since > kQuietLimit) {
-      std::this_thread::sleep_for(kIdlePause);
-    } else {
-      std::this_thread::yield();
+  // Client: tells the server that we want nothing more, over each rail, because
+  // we cannot know which ones still work. Closes each as soon as that has left.
+  void SayBye() {
+    Clock::time_point start = Clock::now();
+    for (bool first = true; !all.empty(); first = false) {
+      all.remove_if([&](Rail& rail) {
+        try {
+          if (first) rail.session.Send(AppMessageType::kBye);
+          rail.session.Poll();
+        } catch (const std::runtime_error&) {
+          return true;  // the server will notice our silence
+        }
+        return rail.session.HasSent() || Clock::now() - start > kByeGrace;
+      });
     }
   }
-}
+};
 
 // ---- The application ----
 
 // Prints how to reach the server: an address for each of its adapters.
 void PrintClientCommand(const char* program, const std::string& addresses) {
-  printf("Run the client with the following command:\n  %s%s %s\n",
-         ProviderSetting().c_str(), program, addresses.c_str());
+  printf("Run the client with the following command:\n  ");
+  const char* provider = getenv("FI_PROVIDER");
+  if (provider != nullptr) printf("FI_PROVIDER='%s' ", provider);
+  printf("%s %s\n", program, addresses.c_str());
 }
 
-// Prints a line about a client. The number says which one. On a terminal, a
-// line that shows progress is replaced by the next line about the same client.
-void PrintLine(FILE* file, size_t number, const std::string& text,
-               bool progress = false) {
-  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
-  if (open_line != 0) {
-    printf(open_line == number ? "\r\033[K" : "\n");
-    fflush(stdout);
-  }
-  progress &= isatty(fileno(file)) == 1;
-  open_line = progress ? number : 0;
-  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
-  fflush(file);
-}
-
-// RANDOM_FILL: make num_pages pages. The i-th, which depends on seed + i, goes
-// to page page_idx[i] of this memory. It comes over each rail, with the key
-// that the memory has there.
+// RANDOM_FILL: make pages. The i-th, which depends on seed + i, goes to page
+// page_idx[i] of this memory. It comes over each rail, with the address and the
+// key that the memory has there.
 struct AppRandomFillMessage {
-  AppMessageBase base;
-  uint32_t imm_data;  // to come back as immediate data; not 0
-  uint32_t num_pages;
   uint64_t addr;  // of the memory
   uint64_t size;  // bytes
   uint64_t rkey;  // with which the server may WRITE to it
   uint64_t seed;
-  uint64_t page_size;     // bytes; a multiple of 8
-  uint64_t total_repeat;  // how many times to write all of them
-  // Followed by page_idx: num_pages indices, a uint32_t each.
+  uint32_t page_size;  // bytes
+  uint32_t imm_data;   // to come back as immediate data; not 0
+
+  uint64_t total_repeat;  // how many times to write all of the pages
+  // Followed by page_idx: an index for each page, a uint32_t.
 };
+static_assert(sizeof(AppRandomFillMessage) + kMaxPages * sizeof(uint32_t) <=
+              kMaxBodySize);
 
 // Makes a page that depends on the seed.
 std::vector<uint64_t> MakePage(size_t page_size, uint64_t seed) {
   std::mt19937_64 generator(seed);
-  std::vector<uint64_t> page(page_size / sizeof(uint64_t));
+  std::vector<uint64_t> page((page_size + 7) / sizeof(uint64_t));
   for (uint64_t& word : page) word = generator();
   return page;
 }
 
-// Makes a buffer on the GPU if possible, otherwise in host memory. Returns in
-// words where it is. Defined at the end of this file.
-std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
-                       uint64_t access);
-
 // A client, and what it asks of the server: to fill its memory with pages.
 struct ServedClient {
-  // How far the client is.
-  enum class State : uint8_t {
-    kWaitRequest,  // it has not asked yet
-    kWaitMemory,   // other clients have the memory
-    kMakePages,    // one at a time
-    kWrite,        // the last WRITE has not completed yet
-    kWritten,
-  };
-
   size_t number;                 // of the client; begins each line about it
-  size_t& memory_left;           // bytes, for the pages of all clients
+  uint64_t client_number;        // the one that is in all of its CONNECTs
   std::optional<Buffer> source;  // the pages, once the client has asked
   Rails rails;
-  State state = State::kWaitRequest;
-  AppRandomFillMessage request_msg = {};
+  AppRandomFillMessage request = {};
   std::vector<uint32_t> page_idx;
-  size_t made_pages = 0;
-  size_t total_write_ops = 0;
   size_t posted_write_ops = 0;
   size_t finished_write_ops = 0;
-  std::set<size_t> again;  // WRITEs that failed rails have left
+  size_t total_write_ops = 0;
   Clock::time_point write_start_at;
   Clock::time_point reported_at;
-  bool done = false;  // has said BYE or failed; last messages may be leaving
+  bool done = false;  // has said BYE, or its session has failed
 
   // Opens the first rail. Throws if the machine lacks what that takes.
-  ServedClient(Domain& domain, size_t client_number,
-               const AppConnectMessage& connect, size_t& memory)
-      : number(client_number), memory_left(memory) {
-    AddRail(domain, connect);
+  ServedClient(Domain& domain, size_t our_number, uint64_t its_number,
+               const Address& addr)
+      : number(our_number), client_number(its_number) {
+    rails.prefix = "[" + std::to_string(number) + "] ";
+    AddRail(domain, addr);
   }
 
-  // Opens our end of a rail, unless the client asks for it once more.
-  void AddRail(Domain& domain, const AppConnectMessage& connect) {
-    size_t num_rails = 0;  // at this adapter
-    for (const Rail& rail : rails) {
-      if (AddressIn(rail.connect_msg) == AddressIn(connect)) return;
-      if (&rail.domain == &domain) ++num_rails;
-    }
-    if (num_rails == kMaxRails) return;
-    rails.emplace_back(domain).connect_msg = connect;
-  }
-
-  // Returns the number that the client has chosen for all of its messages.
-  uint32_t Nonce() const { return rails.front().connect_msg.base.nonce; }
-
-  // Accepts a rail. Throws if its address cannot be right.
-  void AcceptRail(Rail& rail) {
-    PrintLine(stdout, number,
-              "Received CONNECT message from client " +
-                  ToHex(AddressIn(rail.connect_msg)) + " on " + rail.Name());
-    rail.session.Accept(rail.connect_msg);
-  }
-
-  // Leaves what a failed rail had in flight to the others. The client may have
-  // given up a rail that was not ready.
-  void GiveUp(const Rail& rail, const char* why) {
-    if (!rail.ready) return;
-    size_t before = again.size();
-    const Endpoint& endpoint = rail.session.endpoint;
-    for (const RdmaOp& op : endpoint.ops) {
-      if (op.in_flight && op.OneSided()) again.insert(op.number);
-    }
-    for (const RdmaOp* op : endpoint.pending_ops) {
-      if (op->OneSided()) again.insert(op->number);
-    }
-    PrintLine(stderr, number,
-              "rail " + rail.Name() + " is given up, and its " +
-                  std::to_string(again.size() - before) +
-                  " WRITEs are posted again: " + Printable(why));
-  }
-
-  ~ServedClient() {
-    if (source) memory_left += source->size;
+  // Opens our end of a rail, and tells the client which endpoint it is.
+  void AddRail(Domain& domain, const Address& addr) {
+    Rail& rail = rails.all.emplace_back(domain, addr);
+    printf("[%zu] Received CONNECT message from client %s on %s\n", number,
+           ToHex(addr).c_str(), rail.Name());
+    rail.session.Send(AppMessageType::kAccept, rail.session.endpoint.addr);
   }
 
   // Does what can be done for the client now. Returns the number of
   // completions. Throws if the client has sent something wrong, or nothing for
   // too long.
   size_t Poll() {
-    size_t completions = PollRails(
-        rails,
-        [this](Rail& rail) {
-          if (rail.session.peer == FI_ADDR_UNSPEC) AcceptRail(rail);
-          if (state == State::kWrite && rail.ready) ContinuePostWrite(rail);
-        },
-        [this](Rail& rail, const char* why) { GiveUp(rail, why); });
-    try {
-      for (Rail& rail : rails) {
-        while (std::optional<Message> message = rail.session.Take()) {
-          if (TypeOf(*message) == AppMessageType::kBye) {
-            HandleBye();
-            PrintLine(stdout, number, "Done.");
-            done = true;
-            return completions;
-          }
+    size_t completions = 0;
+    rails.ForEach([&](Rail& rail) {
+      completions += rail.session.Poll();
+      while (std::optional<Message> message = rail.session.Take()) {
+        if (message->type != AppMessageType::kBye) {
           HandleRequest(*message, rail);
+        } else {
+          done = true;
         }
       }
-      if (state == State::kWaitMemory) AllocSource();
-      if (state == State::kMakePages) ContinueMakePages();
-    } catch (const std::exception& e) {
-      ForEach(rails, [&](Rail& rail) { rail.session.Refuse(e.what()); });
-      throw;
+      if (rail.memory && !done) ContinuePostWrite(rail);
+    });
+    if (done) {
+      if (source) PrintProgress();
+      printf("[%zu] Done.\n", number);
+      return completions;
     }
-    Report();
-    Freshest(rails).CheckSilence("waiting for the client");
+    if (source) Report();
+    CheckSilence(rails.HeardAt(), "waiting for the client");
     return completions;
   }
 
-  // Returns whether there is more to do right away, even if nothing completes.
-  bool Busy() const {
-    return state == State::kMakePages || state == State::kWrite;
+  // Takes the request, which comes over each rail. The first one is to be done,
+  // the others bring only the address and the key for their adapters.
+  void HandleRequest(const Message& message, Rail& rail) {
+    const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
+    AppRandomFillMessage msg = {};
+    if (rail.memory || body.size() < sizeof(msg)) throw BadMessage("request");
+    body.copy(reinterpret_cast<char*>(&msg), sizeof(msg));
+    if (!source) {
+      request = msg;
+      MakeSource(body, rail.session.domain);
+    }
+    rail.remote_addr = msg.addr;
+    rail.remote_key = msg.rkey;
+    rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
+                        source->gpu, source->data);
   }
 
   // Compares each value in the message with what was received and what was
-  // offered, before it uses the value.
-  void HandleRequest(const Message& message, Rail& rail) {
-    auto msg =
-        ReadMessage<AppRandomFillMessage>(message, AppMessageType::kRandomFill);
-    if (rail.ready) throw BadMessage("a second request");
-    size_t indices_size = message.size() - sizeof(msg);
-    if (msg.num_pages == 0 || indices_size % sizeof(uint32_t) != 0 ||
-        indices_size / sizeof(uint32_t) != msg.num_pages) {
-      throw BadMessage("its sizes do not fit together");
+  // offered, before it uses the value. Then makes the pages.
+  void MakeSource(const std::string& body, Domain& domain) {
+    size_t page_size = request.page_size;
+    page_idx.resize((body.size() - sizeof(request)) / sizeof(uint32_t));
+    body.copy(reinterpret_cast<char*>(page_idx.data()),
+              page_idx.size() * sizeof(uint32_t), sizeof(request));
+    if (page_size == 0 || page_size > kMaxPageSize || page_idx.empty() ||
+        page_idx.size() > kMaxTransfer / page_size || request.imm_data == 0 ||
+        request.total_repeat == 0 || request.total_repeat > kMaxRepeat ||
+        *std::max_element(page_idx.begin(), page_idx.end()) >=
+            request.size / page_size) {
+      throw BadMessage("request");
     }
-    if (msg.imm_data == 0) throw BadMessage("no imm_data");
-    if (msg.page_size == 0 || msg.page_size % sizeof(uint64_t) != 0) {
-      throw BadMessage("its page size is not a multiple of 8");
+    source.emplace(domain, page_idx.size() * page_size, FI_WRITE, domain.gpu);
+    for (size_t i = 0; i < page_idx.size(); ++i) {
+      auto page = MakePage(page_size, request.seed + i);
+      source->Copy(&source->data[i * page_size], page.data(), page_size);
     }
-    if (msg.page_size > kMaxPageSize ||
-        msg.page_size > rail.domain.info->ep_attr->max_msg_size ||
-        msg.num_pages > kMaxTransfer / msg.page_size) {
-      throw BadMessage("the server has no room for " +
-                       std::to_string(msg.num_pages) + " pages of " +
-                       std::to_string(msg.page_size) + " bytes");
-    }
-    if (msg.total_repeat == 0 || msg.total_repeat > kMaxRepeat) {
-      throw BadMessage("to be repeated " + std::to_string(msg.total_repeat) +
-                       " times");
-    }
-    std::vector<uint32_t> indices(msg.num_pages);
-    memcpy(indices.data(), message.data() + sizeof(msg), indices_size);
-    for (uint32_t idx : indices) {
-      if (idx >= msg.size / msg.page_size) {
-        throw BadMessage("page " + std::to_string(idx) + " is outside of the " +
-                         "client's memory");
-      }
-    }
-    rail.remote_addr = std::exchange(msg.addr, 0);
-    rail.rkey = std::exchange(msg.rkey, 0);
-    rail.ready = true;
-    if (state != State::kWaitRequest) {  // another rail has brought it before
-      if (indices == page_idx && memcmp(&msg, &request_msg, sizeof(msg)) == 0) {
-        return;
-      }
-      throw BadMessage("not the request that came over another rail");
-    }
-    page_idx = indices;
-    request_msg = msg;
-    total_write_ops = msg.num_pages * msg.total_repeat;
-    PrintLine(stdout, number,
-              "Received RandomFill request: page_size=" +
-                  std::to_string(msg.page_size) +
-                  " num_pages=" + std::to_string(msg.num_pages) +
-                  " total_repeat=" + std::to_string(msg.total_repeat));
-    reported_at = Clock::now();
-    state = State::kWaitMemory;
+    printf(
+        "[%zu] Received RandomFill request: page_size=%zu num_pages=%zu "
+        "total_repeat=%zu\n",
+        number, page_size, page_idx.size(), size_t(request.total_repeat));
+    total_write_ops = page_idx.size() * request.total_repeat;
+    write_start_at = reported_at = Clock::now();
   }
 
-  // Makes room for the pages as soon as the other clients have left enough.
-  void AllocSource() {
-    size_t size = page_idx.size() * request_msg.page_size;
-    if (size > memory_left) return;
-    std::string place =
-        MakeBuffer(source, rails.front().domain, size, FI_WRITE);
-    PrintLine(stdout, number,
-              "Registered " + std::to_string(size) + " bytes " + place);
-    memory_left -= size;
-    state = State::kMakePages;
-  }
+  // Returns whether there are pages to write.
+  bool Busy() const { return finished_write_ops < total_write_ops; }
 
-  // Makes the next page: one at a time, so that the other clients do not have
-  // to wait.
-  void ContinueMakePages() {
-    size_t page_size = request_msg.page_size;
-    auto page = MakePage(page_size, request_msg.seed + made_pages);
-    source->CopyIn(made_pages * page_size, page.data(), page_size);
-    if (++made_pages < page_idx.size()) return;
-    write_start_at = Clock::now();
-    for (Rail& rail : rails) rail.session.endpoint.eagain_count = 0;
-    state = State::kWrite;
-  }
-
-  // Lets a rail take the next WRITEs, if it has room for them.
+  // Lets a rail take the next WRITEs, as far as libfabric has room: the queue
+  // stays short, however long the transfer is.
   void ContinuePostWrite(Rail& rail) {
-    size_t page_size = request_msg.page_size;
-    size_t max_bytes =
-        rails.size() > 1 ? kMaxOutstandingRailBytes : kMaxOutstandingBytes;
-    size_t max_outstanding = std::min(
-        std::max<size_t>(max_bytes / page_size, 2), kMaxOutstandingWrites);
-    Endpoint& endpoint = rail.session.endpoint;
-    source->Register(rail.domain, FI_WRITE);
-    if (rail.outstanding == 0 && endpoint.HasRoom()) endpoint.RestartSilence();
-    std::chrono::seconds limit(rail.outstanding * page_size / kSlowestLink);
-    limit = rails.size() > 1 ? kRailLimit + limit : kSilenceLimit;
-    if (Clock::now() - endpoint.silent_since >= limit) {
-      throw std::runtime_error("no WRITE has completed for " +
-                               std::to_string(limit.count()) + " s");
+    bool several = rails.all.size() > 1;
+    if (rail.memory->in_flight == 0) rail.completed_at = Clock::now();
+    if (several && Clock::now() - rail.completed_at > kRailLimit) {
+      throw std::runtime_error("none of " + std::to_string(rail.writes.size()) +
+                               " WRITEs has completed for " +
+                               std::to_string(kRailLimit.count()) + " s");
     }
-    for (size_t i = 0; i < kWritesPerPoll; ++i) {
-      // Post only what libfabric has room for, so that the queue stays short,
-      // however long the transfer is.
-      if (!endpoint.HasRoom() || rail.outstanding >= max_outstanding) return;
+    size_t bytes = several ? kMaxOutstandingRailBytes : kMaxOutstandingBytes;
+    size_t most =
+        std::clamp(bytes / request.page_size, size_t{2}, kMaxOutstandingWrites);
+    while (rail.memory->in_flight < most && rail.session.endpoint.HasRoom()) {
       std::optional<size_t> write = TakeWrite();
       if (!write) return;
       PostWrite(rail, *write);
@@ -1479,6 +938,7 @@ struct ServedClient {
 
   // Returns the number of the next WRITE, if it is time for it.
   std::optional<size_t> TakeWrite() {
+    std::set<size_t>& again = rails.again;
     size_t write = again.empty() ? posted_write_ops : *again.begin();
     // Immediate data tells the client that all is there, but WRITEs may arrive
     // in any order, and on several rails even more so. So the last one waits
@@ -1491,231 +951,107 @@ struct ServedClient {
     return write;
   }
 
-  // Posts the WRITE with a number: of a page, in the first round or in a later
-  // one.
+  // Posts the WRITE with this number: of a page, in one of the rounds.
   void PostWrite(Rail& rail, size_t write) {
-    size_t page_size = request_msg.page_size;
+    size_t page_size = request.page_size;
     size_t i = write % page_idx.size();
     bool last = write + 1 == total_write_ops;
-    ++rail.outstanding;
+    rail.writes.insert(write);
     rail.session.endpoint.Post(
         {.type = RdmaOpType::kWrite,
          .peer = rail.session.peer,
-         .buf = &*source,
+         .buf = &*rail.memory,
          .len = page_size,
          .offset = i * page_size,
          .remote_addr = rail.remote_addr + page_idx[i] * page_size,
-         .remote_key = rail.rkey,
-         .imm_data = last ? request_msg.imm_data : 0,
-         .number = write,
-         .callback = [this, &rail](const RdmaOp& op) {
-           --rail.outstanding;
-           if (!op.error.empty()) again.insert(op.number);
+         .remote_key = rail.remote_key,
+         .imm_data = last ? request.imm_data : 0,
+         .callback = [this, write, &rail](const RdmaOp& op) {
            op.Check();
+           rail.session.heard_at = rail.completed_at = Clock::now();
+           rail.writes.erase(write);
            ++rail.written;
            ++finished_write_ops;
-           if (finished_write_ops == total_write_ops) FinishWrite();
          }});
   }
 
-  // Called once, when the last WRITE has completed.
-  void FinishWrite() {
-    state = State::kWritten;
-    PrintProgress();
-  }
-
-  // The client may see the last WRITE, and say BYE, before we see its
-  // completion.
-  void HandleBye() {
-    if (posted_write_ops < total_write_ops || state != State::kWrite) return;
-    finished_write_ops = total_write_ops;
-    FinishWrite();
-  }
-
-  // Reports progress to the terminal and to the client, now and then. The
-  // client takes no part in a WRITE, so to the client a long transfer is
-  // silence.
+  // Reports progress now and then, also to the client, whose program takes no
+  // part in a WRITE: a long transfer would be silence to it.
   void Report() {
-    if (state == State::kWaitRequest || state == State::kWritten) return;
-    Clock::time_point now = Clock::now();
-    if (now - reported_at < kReportPeriod) return;
-    reported_at = now;
-    if (posted_write_ops > 0) PrintProgress();
-    for (Rail& rail : rails) {
-      if (!rail.ready || rail.session.mailbox.unsent > 0) continue;
-      // A client that waits for memory or for its pages need say nothing, as
-      // long as our messages to it leave.
-      if (state != State::kWrite) rail.session.endpoint.RestartSilence();
-      try {
-        rail.session.Send(AppMessageBase{AppMessageType::kProgress});
-      } catch (const std::exception&) {
-        if (rails.size() == 1) throw;  // else it fails when it is used
-      }
-    }
+    if (Clock::now() - reported_at < kReportPeriod || !Busy()) return;
+    reported_at = Clock::now();
+    PrintProgress();
+    rails.ForEach([](Rail& rail) {
+      if (!rail.memory || !rail.session.HasSent()) return;
+      rail.session.Send(AppMessageType::kProgress);
+    });
   }
 
-  // Prints how far the WRITEs have come, and how fast.
-  void PrintProgress() {
+  // Prints how far the WRITEs have come, how fast, and how many of them each
+  // rail has done.
+  void PrintProgress() const {
     std::chrono::duration<double> seconds = Clock::now() - write_start_at;
-    char text[200];
-    snprintf(text, sizeof(text), "[%.3fs] WRITE: %zu%%, %zu/%zu",
-             seconds.count(), 100 * finished_write_ops / total_write_ops,
-             finished_write_ops, total_write_ops);
-    std::string line = text;
-
-    double mpps =
-        static_cast<double>(finished_write_ops) / seconds.count() * 1e-6;
-    double gbps = 8e-3 * mpps * static_cast<double>(request_msg.page_size);
-    double link_gbps = 0;
-    uint64_t eagain_count = 0;
-    std::string names;
-    for (const Rail& rail : rails) {
-      link_gbps += LinkGbps(rail.domain.info.get());
+    double mpps = double(finished_write_ops) / seconds.count() * 1e-6;
+    size_t eagain_count = 0;
+    std::string parts;
+    for (const Rail& rail : rails.all) {
       eagain_count += rail.session.endpoint.eagain_count;
-      if (!rail.ready) continue;
-      names += ", " + rail.Name() + "=" +
-               std::to_string(100 * rail.written /
-                              std::max<size_t>(finished_write_ops, 1)) +
-               "%";
+      if (!rail.memory) continue;
+      size_t percent =
+          100 * rail.written / std::max(finished_write_ops, size_t{1});
+      parts +=
+          std::string(", ") + rail.Name() + "=" + std::to_string(percent) + "%";
     }
-    std::string share;
-    if (link_gbps > 0) {
-      share = "(" + std::to_string(std::lround(100 * gbps / link_gbps)) + "%)";
-    }
-    snprintf(text, sizeof(text), ", bw=%.3fGbps%s, %.3fMpps, EAGAIN=%zu", gbps,
-             share.c_str(), mpps, size_t{eagain_count});
-    line += text + names;
-    PrintLine(stdout, number, line, finished_write_ops < total_write_ops);
+    printf(
+        "[%zu] [%.3fs] WRITE: %zu%%, %zu/%zu, bw=%.3fGbps, %.3fMpps, "
+        "EAGAIN=%zu%s\n",
+        number, seconds.count(), 100 * finished_write_ops / total_write_ops,
+        finished_write_ops, total_write_ops, 8e-3 * mpps * request.page_size,
+        mpps, eagain_count, parts.c_str());
   }
 };
-
-// Throws if the last WRITE could carry no number: the provider would answer it
-// with -FI_EAGAIN for ever.
-void CheckImmediateData(const Domain& domain) {
-  if (domain.info->domain_attr->cq_data_size >= sizeof(uint32_t)) return;
-  throw std::runtime_error(std::string(domain.info->fabric_attr->prov_name) +
-                           " has no immediate data; try another provider");
-}
-
-// Asks for an interface that can use GPU memory, if there is a GPU. Defined at
-// the end of this file.
-Info GetInfoWithGpu();
-
-// Opens the interfaces that are to be rails: the one that libfabric would take,
-// and all others of its kind. RAILS, a list of domains with commas in between,
-// says which ones, the most important one first.
-std::list<Domain> OpenRails() {
-  Info list = GetInfoWithGpu();
-  const char* variable = getenv("RAILS");
-  std::string setting = variable != nullptr ? variable : "";
-  std::list<Domain> domains;
-  auto is_rail = [&domains](const fi_info& info) {
-    // On each host, an address of this kind means another link.
-    if (strncmp(info.fabric_attr->name, "fe80:", 5) == 0) return false;
-    std::string name = info.domain_attr->name;
-    std::string provider = info.fabric_attr->prov_name;
-    for (const Domain& domain : domains) {
-      const fi_info& other = *domain.info;
-      if (name == other.domain_attr->name ||
-          provider != other.fabric_attr->prov_name ||
-          info.addr_format != other.addr_format) {
-        return false;
-      }
-    }
-    return true;
-  };
-  for (const std::string& name : Split(setting)) {
-    for (auto* info = list.get(); info != nullptr; info = info->next) {
-      // Nobody on another machine reaches the loopback interface.
-      std::string found = info->domain_attr->name;
-      bool named = setting.empty() ? found != "lo" : found == name;
-      if (!named || !is_rail(*info)) continue;
-      domains.emplace_back(Info(fi_dupinfo(info), fi_freeinfo));
-    }
-  }
-  if (domains.empty() && setting.empty()) domains.emplace_back(std::move(list));
-  if (domains.empty()) {
-    throw std::runtime_error("RAILS names no interface that there is");
-  }
-  return domains;
-}
-
-// Where clients ask for a rail: at each of our adapters.
-struct Listener {
-  Mailbox mailbox;
-  WaitingLine line;
-
-  explicit Listener(Domain& domain) : mailbox(domain), line{domain} {}
-
-  // Takes the CONNECTs that have come. Returns the number of completions.
-  size_t Poll() {
-    size_t completions = mailbox.endpoint.PollCompletion();
-    line.AddAll(mailbox);
-    line.TellAll();
-    return completions;
-  }
-};
-
-// Returns the client that has chosen this number; null if we serve none such.
-ServedClient* FindClient(std::list<ServedClient>& clients, uint32_t nonce) {
-  for (ServedClient& client : clients) {
-    if (!client.done && client.Nonce() == nonce) return &client;
-  }
-  return nullptr;
-}
 
 // Runs the server, until a signal ends it.
-int ServerMain(const char* program) {
-  std::list<Domain> domains = OpenRails();
-  std::list<Listener> listeners;
+void ServerMain(const char* program, bool gpu) {
+  std::list<Domain> domains = OpenDomains(gpu);
+  std::list<Session> listeners;  // one for each adapter
   std::string addresses;
   for (Domain& domain : domains) {
-    CheckImmediateData(domain);
+    if (gpu) Buffer(domain, 1, FI_WRITE, true);  // throws if that's impossible
     if (!addresses.empty()) addresses += ",";
-    addresses += ToHex(listeners.emplace_back(domain).mailbox.endpoint.addr);
+    addresses += ToHex(listeners.emplace_back(domain).endpoint.addr);
   }
-  size_t memory_left = kMaxTransfer;
   std::list<ServedClient> clients;
-  PrintClientCommand(program, addresses);
-
-  size_t num_clients = 0;        // so far
-  Clock::time_point full_until;  // there is no memory for another one
+  size_t num_clients = 0;  // so far
   size_t empty_polls = 0;
-  Clock::time_point listened_at;
+  PrintClientCommand(program, addresses);
   while (!g_interrupted) {
     size_t completions = 0;
     bool busy = false;
-    // Looking at a quiet endpoint costs a system call or more, so the clients
-    // that are served should not have to wait for that too often.
-    bool listen =
-        clients.empty() || Clock::now() - listened_at >= kListenPeriod;
-    if (listen) listened_at = Clock::now();
-    bool opened = false;  // an endpoint, in this round
-    for (Listener& listener : listeners) {
+    for (Session& listener : listeners) {
       try {
-        if (listen) completions += listener.Poll();
-        bool full = clients.size() >= kMaxClients || Clock::now() < full_until;
-        auto& visitors = listener.line.visitors;
-        auto next = std::find_if(
-            visitors.begin(), visitors.end(), [&](const auto& visitor) {
-              return !full || FindClient(clients, visitor.connect.base.nonce);
-            });
-        if (opened || next == visitors.end()) continue;
-        // One at a time: opening an endpoint takes tens of ms over
-        // tcp;ofi_rxm. If that fails, a new client keeps its place in the line.
-        opened = true;
-        AppConnectMessage connect = next->connect;
-        if (auto* client = FindClient(clients, connect.base.nonce)) {
-          visitors.erase(next);
-          client->AddRail(listener.mailbox.domain, connect);
-          continue;
+        completions += listener.Poll();
+        for (size_t i = listener.inbox.size(); i > 0; --i) {
+          Message message = *listener.Take();
+          const std::string& body = BodyOf(message, AppMessageType::kConnect);
+          uint64_t its_number = 0;
+          if (body.size() < sizeof(its_number)) throw BadMessage("CONNECT");
+          body.copy(reinterpret_cast<char*>(&its_number), sizeof(its_number));
+          Address addr = body.substr(sizeof(its_number));
+          auto client = std::find_if(
+              clients.begin(), clients.end(), [&](const ServedClient& served) {
+                return served.client_number == its_number;
+              });
+          if (client != clients.end()) {
+            client->AddRail(listener.domain, addr);
+          } else if (clients.size() < kMaxClients) {
+            clients.emplace_back(listener.domain, ++num_clients, its_number,
+                                 addr);
+          } else {
+            // Waits in the inbox, until a client leaves.
+            listener.inbox.push_back(message);
+          }
         }
-        full_until = Clock::now() + kAskPeriod;
-        clients.emplace_back(listener.mailbox.domain, num_clients + 1, connect,
-                             memory_left);
-        full_until = {};
-        ++num_clients;
-        visitors.erase(next);
       } catch (const std::exception& e) {
         // A bad message must not end the server.
         fprintf(stderr, "error: %s\n", e.what());
@@ -1723,66 +1059,35 @@ int ServerMain(const char* program) {
     }
     clients.remove_if([&](ServedClient& client) {
       try {
-        if (!client.done) completions += client.Poll();
+        completions += client.Poll();
         busy |= client.Busy();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client.number, "error: " + Printable(e.what()));
+        fprintf(stderr, "[%zu] error: %s\n", client.number, e.what());
         client.done = true;
       }
-      return client.done && Leave(client.rails);
+      return client.done;
     });
     if (completions > 0) continue;
-    if (busy) {
-      if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
-      continue;
-    }
-    std::this_thread::sleep_for(kIdlePause);
-  }
-  // An ACCEPT on its way is a first contact: with the shm provider of libfabric
-  // 1.17, the client would end with us.
-  for (ServedClient& client : clients) {
-    for (Rail& rail : client.rails) {
-      rail.session.leave_at = Clock::now() + kContactGrace;
+    if (!busy) {
+      std::this_thread::sleep_for(kIdlePause);
+    } else if (++empty_polls % kPollsPerYield == 0) {
+      std::this_thread::yield();
     }
   }
-  while (!clients.empty()) {
-    clients.remove_if([](auto& client) { return Leave(client.rails); });
-  }
-  return 0;
-}
-
-// Asks the server to fill our memory with pages.
-void SendRequest(Session& session, const Buffer& memory,
-                 AppRandomFillMessage request,
-                 const std::vector<uint32_t>& page_idx) {
-  // The server names a place in our memory by its address or, if the provider
-  // does without FI_MR_VIRT_ADDR, by its distance from the start.
-  if (session.mailbox.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
-    request.addr = reinterpret_cast<uint64_t>(memory.data.get());
-  }
-  request.size = memory.size;
-  request.rkey = fi_mr_key(memory.mrs.at(&session.mailbox.domain));
-  session.Send(request, {reinterpret_cast<const char*>(page_idx.data()),
-                         page_idx.size() * sizeof(uint32_t)});
-  printf(
-      "Sent RandomFill request to server on %s. page_size: %zu, num_pages: "
-      "%zu\n",
-      session.mailbox.domain.info->domain_attr->name, size_t{request.page_size},
-      page_idx.size());
 }
 
 // Throws unless every page that we asked for is there, and nothing else.
 void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
                  const std::vector<uint32_t>& page_idx) {
-  std::vector<uint8_t> expected(memory.size);
+  std::string expected(memory.size, 0);
   for (size_t i = 0; i < page_idx.size(); ++i) {
     auto page = MakePage(request.page_size, request.seed + i);
     memcpy(&expected[page_idx[i] * request.page_size], page.data(),
            request.page_size);
   }
-  std::vector<uint8_t> received(memory.size);
-  memory.CopyOut(0, received.data(), received.size());
+  std::string received(memory.size, 0);
+  memory.Copy(received.data(), memory.data.get(), memory.size);
   if (received != expected) {
     throw std::runtime_error("the data is not correct");
   }
@@ -1790,33 +1095,16 @@ void CheckMemory(const Buffer& memory, const AppRandomFillMessage& request,
 }
 
 // Runs the client. Throws unless it gets what it asks for.
-int ClientMain(const std::vector<Address>& server_addrs, size_t page_size,
-               size_t num_pages, size_t total_repeat) {
-  std::list<Domain> domains = OpenRails();
-  size_t max_message = kMaxMessageSize;
-  for (Domain& domain : domains) {
-    CheckImmediateData(domain);
-    if (page_size > domain.info->ep_attr->max_msg_size) {
-      throw std::invalid_argument("PAGE_SIZE is too large for this provider");
-    }
-    max_message = std::min(max_message, domain.MaxMessageSize());
-  }
-  size_t max_pages =
-      (max_message - sizeof(AppRandomFillMessage)) / sizeof(uint32_t);
-  if (num_pages > max_pages) {
-    throw std::invalid_argument("NUM_PAGES is more than " +
-                                std::to_string(max_pages));
-  }
+void ClientMain(const std::vector<Address>& server_addrs, bool gpu,
+                size_t page_size, size_t num_pages, size_t total_repeat) {
+  std::list<Domain> domains = OpenDomains(gpu);
   // A few pages more than will be written, to see that they stay as they are.
   size_t room = num_pages + num_pages / 8 + 1;
-  std::optional<Buffer> memory;
   // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
   uint64_t access = FI_REMOTE_WRITE | FI_RECV;
-  std::string place =
-      MakeBuffer(memory, domains.front(), room * page_size, access);
-  printf("Registered %zu bytes %s\n", memory->size, place.c_str());
+  Buffer memory(domains.front(), room * page_size, access, gpu);
   Rails rails;
-  Connect(rails, domains, server_addrs);
+  rails.Connect(domains, server_addrs);
 
   // Where the pages go is as random as what is in them.
   std::mt19937_64 random{std::random_device{}()};
@@ -1825,136 +1113,107 @@ int ClientMain(const std::vector<Address>& server_addrs, size_t page_size,
   std::shuffle(page_idx.begin(), page_idx.end(), random);
   page_idx.resize(num_pages);
   AppRandomFillMessage request = {};
-  request.base.type = AppMessageType::kRandomFill;
-  request.imm_data = uint32_t(random()) | 1;
+  request.size = memory.size;
   request.seed = random();
-  request.page_size = page_size;
-  request.num_pages = uint32_t(num_pages);
+  request.page_size = uint32_t(page_size);
+  request.imm_data = uint32_t(random()) | 1;
   request.total_repeat = total_repeat;
   bool filled = false;
-  for (Rail& rail : rails) {
-    rail.session.endpoint.on_imm_data = [&](uint32_t imm_data) {
+  rails.ForEach([&](Rail& rail) {
+    Session& session = rail.session;
+    session.endpoint.on_imm_data = [&](uint32_t imm_data) {
       if (imm_data == request.imm_data) filled = true;
     };
-  }
-  try {
-    auto request_over = [&](Rail& rail) {
-      memory->Register(rail.domain, access);
-      SendRequest(rail.session, *memory, request, page_idx);
-    };
-    PollRails(rails, request_over, PrintLost);
-    WaitUntil(rails, "waiting for the pages", [&] {
-      for (Rail& rail : rails) {
-        while (std::optional<Message> message = rail.session.Take()) {
-          ReadMessage<AppMessageBase>(*message, AppMessageType::kProgress);
-        }
+    rail.memory.emplace(session.domain, memory.size, access, gpu, memory.data);
+    // The server names a place in our memory by its address or, if the provider
+    // does without FI_MR_VIRT_ADDR, by its distance from the start.
+    if (session.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
+      request.addr = reinterpret_cast<uint64_t>(memory.data.get());
+    }
+    request.rkey = fi_mr_key(rail.memory->mr);
+    session.Send(AppMessageType::kRandomFill,
+                 BytesOf(&request, sizeof(request)) +
+                     BytesOf(page_idx.data(), num_pages * sizeof(uint32_t)));
+    printf(
+        "Sent RandomFill request to server on %s. page_size: %zu, num_pages: "
+        "%zu\n",
+        rail.Name(), page_size, num_pages);
+  });
+  rails.WaitUntil("waiting for the pages", [&] {
+    rails.ForEach([](Rail& rail) {
+      while (std::optional<Message> message = rail.session.Take()) {
+        BodyOf(*message, AppMessageType::kProgress);
       }
-      return filled;
     });
-  } catch (...) {
-    SayBye(rails);
-    throw;
-  }
+    return filled;
+  });
   printf("Received RDMA WRITE to local memory.\n");
   // What the server has posted on a rail that failed, and then on another one,
   // may still be on its way. Only closed rails keep it out of our memory.
-  SayBye(rails);
-  if (memory->gpu >= 0) CudaFlushWrites(memory->gpu);
-  CheckMemory(*memory, request, page_idx);
-  return 0;
+  rails.SayBye();
+  if (gpu) CudaFlushWrites();
+  CheckMemory(memory, request, page_idx);
 }
 
 // ---- Command line ----
 
-// Prints the interfaces found, a line each.
-int ListMain() {
-  Info list = GetInfo();
-  // An interface may appear several times, with different capabilities.
-  std::set<std::string> seen;
-  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
-    std::string line = Describe(info);
-    if (seen.insert(line).second) printf("%s\n", line.c_str());
-  }
-  return 0;
-}
-
 constexpr const char* kUsage =
     "Usage:\n"
-    "  11_rails\n"
+    "  11_rails [--gpu]\n"
     "      Run the server.\n"
-    "  11_rails ADDRESS [PAGE_SIZE NUM_PAGES [REPEAT]]\n"
+    "  11_rails [--gpu] ADDRESS [PAGE_SIZE NUM_PAGES [REPEAT]]\n"
     "      Have it write pages into our memory (65536 1000 500).\n"
-    "  11_rails --list\n"
-    "      List the interfaces found, the one it uses first.\n"
     "ADDRESS is what the server prints. FI_PROVIDER chooses the provider,\n"
-    "RAILS the interfaces, by the names of their domains: RAILS=eth0,eth1\n";
+    "RAILS the interfaces, by the names of their domains: RAILS=eth0,eth1\n"
+    "With --gpu, this side's pages are in the memory of the first GPU.\n";
 
-// Reads a number of at least 1. Throws std::invalid_argument.
-size_t ParseNumber(const char* name, const std::string& text) {
+// Reads a number from 1 to `max`. Throws std::invalid_argument.
+size_t ParseNumber(const std::string& text, size_t max) {
   size_t number = 0;
   const char* end = text.data() + text.size();
   auto result = std::from_chars(text.data(), end, number);
-  if (result.ec != std::errc() || result.ptr != end || number == 0) {
-    throw std::invalid_argument(std::string(name) +
-                                " is not a number of at least 1: \"" +
-                                text.substr(0, 80) + "\"");
+  if (result.ec != std::errc() || result.ptr != end || number < 1 ||
+      number > max) {
+    throw std::invalid_argument("not a number from 1 to " +
+                                std::to_string(max) + ": " + text);
   }
   return number;
 }
 
-// Lets this process open as many files as it may: each connection takes some.
-void RaiseFileLimit() {
-  rlimit limit = {};
-  getrlimit(RLIMIT_NOFILE, &limit);
-  limit.rlim_cur = limit.rlim_max;
-  setrlimit(RLIMIT_NOFILE, &limit);
-}
-
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
-  // Otherwise our lines would go into the first files that libfabric opens.
-  for (int fd : {0, 1, 2}) {
-    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
-  }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  InstallSignalHandlers();
-  RaiseFileLimit();
-  // Has ofi_rxm look for new connections each millisecond instead of each ten.
-  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);
+  CatchSignals();
   try {
-    if (args.empty()) return ServerMain(argv[0]);
+    bool gpu = !args.empty() && args[0] == "--gpu";
+    if (gpu) args.erase(args.begin());
+    if (gpu) CudaAlloc(1);  // throws if there is none
+    if (args.empty()) {
+      ServerMain(argv[0], gpu);
+      return 0;
+    }
     if (args[0] == "--help") {
       printf("%s", kUsage);
       return 0;
     }
-    if (args[0] == "--list" && args.size() == 1) return ListMain();
-    if (args.size() > 4) throw std::invalid_argument("too many arguments");
-    if (args.size() == 2) throw std::invalid_argument("NUM_PAGES is missing");
+    if (args.size() > 4 || args.size() == 2) {
+      throw std::invalid_argument("wrong number of arguments");
+    }
     size_t page_size = 65536;
     size_t num_pages = 1000;
     size_t total_repeat = 500;
-    if (args.size() > 2) {
-      page_size = ParseNumber("PAGE_SIZE", args[1]);
-      num_pages = ParseNumber("NUM_PAGES", args[2]);
+    if (args.size() > 1) {
+      page_size = ParseNumber(args[1], kMaxPageSize);
+      num_pages =
+          ParseNumber(args[2], std::min(kMaxPages, kMaxTransfer / page_size));
     }
-    if (args.size() > 3) total_repeat = ParseNumber("REPEAT", args[3]);
-    if (page_size % sizeof(uint64_t) != 0 || page_size > kMaxPageSize) {
-      throw std::invalid_argument("PAGE_SIZE is not a multiple of 8 up to " +
-                                  std::to_string(kMaxPageSize));
-    }
-    if (num_pages > kMaxTransfer / page_size) {
-      throw std::invalid_argument("that does not fit: at most " +
-                                  std::to_string(kMaxTransfer) + " bytes");
-    }
-    if (total_repeat > kMaxRepeat) {
-      throw std::invalid_argument("REPEAT is more than " +
-                                  std::to_string(kMaxRepeat));
-    }
+    if (args.size() > 3) total_repeat = ParseNumber(args[3], kMaxRepeat);
     std::vector<Address> addresses;
-    for (const std::string& text : Split(args[0])) {
-      addresses.push_back(ParseAddress(text));
+    for (const std::string& hex : Split(args[0])) {
+      addresses.push_back(ParseAddress(hex));
     }
-    return ClientMain(addresses, page_size, num_pages, total_repeat);
+    ClientMain(addresses, gpu, page_size, num_pages, total_repeat);
+    return 0;
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
@@ -1970,29 +1229,20 @@ int main(int argc, char** argv) {
 
 #include <cuda_runtime.h>
 
-// Why there is no GPU, in words.
-constexpr const char* kNoGpu = "no GPU";
-
 // Throws if a function of CUDA has failed.
 void CudaCheck(cudaError_t ret, const char* what) {
   if (ret == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
 }
 
-// Returns the first GPU that CUDA_VISIBLE_DEVICES allows; -1 if there is none.
-int FindGpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
-}
-
 // Frees memory of CudaAlloc.
 void CudaFree(void* data) { cudaFree(data); }
 
-// Allocates zeroed memory.
+// Allocates zeroed memory, on the first GPU that CUDA_VISIBLE_DEVICES allows.
 Memory CudaAlloc(size_t size) {
   void* data = nullptr;
   CudaCheck(cudaMalloc(&data, size), "cudaMalloc");
-  Memory memory(static_cast<uint8_t*>(data), CudaFree);
+  Memory memory(static_cast<char*>(data), CudaFree);
   CudaCheck(cudaMemset(data, 0, size), "cudaMemset");
   CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return memory;
@@ -2009,72 +1259,23 @@ void CudaCopy(void* to, const void* from, size_t size) {
 // Makes data that an adapter has written visible to the GPU. The completion is
 // in host memory and the data in GPU memory, where work that is running may
 // still see old data. Call it between the completion and the use of the data.
-// Does nothing if the GPU keeps the order by itself. Returns false if it does
-// not, and there is no way to ask for it.
-bool CudaFlushWrites(int gpu) {
+void CudaFlushWrites() {
   int ordering = 0;
-  int options = 0;
   CudaCheck(cudaDeviceGetAttribute(&ordering,
-                                   cudaDevAttrGPUDirectRDMAWritesOrdering, gpu),
+                                   cudaDevAttrGPUDirectRDMAWritesOrdering, 0),
             "cudaDeviceGetAttribute");
-  CudaCheck(cudaDeviceGetAttribute(
-                &options, cudaDevAttrGPUDirectRDMAFlushWritesOptions, gpu),
-            "cudaDeviceGetAttribute");
-  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner) return true;
-  if ((options & cudaFlushGPUDirectRDMAWritesOptionHost) == 0) return false;
+  // Some GPUs keep the order by themselves, and may have no flush.
+  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner) return;
   CudaCheck(cudaDeviceFlushGPUDirectRDMAWrites(
                 cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
                 cudaFlushGPUDirectRDMAWritesToOwner),
             "cudaDeviceFlushGPUDirectRDMAWrites");
-  return true;
 }
 
-#else  // Built without CUDA: no GPU is found, and nothing else is called.
+#else
 
-// Why there is no GPU, in words.
-constexpr const char* kNoGpu = "built without CUDA";
-
-int FindGpu() { return -1; }
-Memory CudaAlloc(size_t) { return {nullptr, free}; }
+Memory CudaAlloc(size_t) { throw std::runtime_error("built without CUDA"); }
 void CudaCopy(void*, const void*, size_t) {}
-bool CudaFlushWrites(int) { return true; }
+void CudaFlushWrites() {}
 
 #endif
-
-// Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
-// and the provider that we would use anyway supports it. We do not change to
-// another provider for it: a libfabric without CUDA would offer shm, which
-// reaches nobody outside this host.
-Info GetInfoWithGpu() {
-  Info plain = GetInfo();
-  if (FindGpu() < 0) return plain;
-  try {
-    return GetInfo(kCaps | FI_HMEM, plain.get());
-  } catch (const std::runtime_error&) {
-    return plain;
-  }
-}
-
-// See its declaration. What has kept it from the GPU is in the answer.
-std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
-                       uint64_t access) {
-  std::string reason = kNoGpu;
-  int gpu = FindGpu();
-  if (gpu >= 0 && (domain.info->caps & FI_HMEM) == 0) {
-    reason = std::string(domain.info->fabric_attr->prov_name) +
-             " offers no GPU memory";
-  } else if (gpu >= 0) {
-    try {
-      buf.emplace(domain, size, access, gpu);
-      std::string place = "on cuda:" + std::to_string(gpu);
-      if (!CudaFlushWrites(gpu)) {
-        place += ", which may show a WRITE later than its completion";
-      }
-      return place;
-    } catch (const std::runtime_error& e) {
-      reason = e.what();
-    }
-  }
-  buf.emplace(domain, size, access);
-  return "in host memory (" + reason + ")";
-}

@@ -42,6 +42,7 @@ class FakeClient:
         self.process = run([f"{BUILD}/sender", server.address],
                            provider_in(server.process.output), stdin=-1)
         self.nonce = new_nonce() if server.entry.guarded else None
+        self.rails = random.randbytes(8)  # the number in each CONNECT of 11_rails
         self.address = bytes.fromhex(
             self.process.wait_for(r"address ([0-9a-f]+)\n").group(1))
 
@@ -104,6 +105,7 @@ class FakeClient:
         """Begins another conversation."""
         if self.nonce is not None:
             self.nonce = new_nonce()
+        self.rails = random.randbytes(8)
 
     def message_with(self, type_, address, addr_size=None):
         """A CONNECT or an ACCEPT."""
@@ -116,15 +118,18 @@ class FakeClient:
     def address_in(self, message):
         """The nonce and the address in a CONNECT or an ACCEPT."""
         if not TABLE[self.program].guarded:
-            return None, message[4:].hex()
+            at = 12 if TABLE[self.program].numbered and type_of(message) == CONNECT else 4
+            return None, message[at:].hex()
         if self.program == "14_strangers":
             return type_and_nonce(message)[1], message[8:].hex()
         return read_address(message)
 
     def connect(self, address=None, addr_size=None):
         """A CONNECT, by default with our own address."""
-        return self.message_with(CONNECT, self.address if address is None else address,
-                                 addr_size)
+        address = self.address if address is None else address
+        if self.server.entry.numbered:
+            address = self.rails + address
+        return self.message_with(CONNECT, address, addr_size)
 
     def open_session(self):
         """Sends a CONNECT, and whatever comes next to the address of the

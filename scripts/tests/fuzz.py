@@ -48,7 +48,7 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # The messages of these begin with nothing but the type, those of 13_crowd with a number
 # and a nonce, and all others with a nonce.
-PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "9_file"]
+PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "9_file", "11_rails"]
 # The fields behind that: in the letters of Python's struct, except "bytes" (any number of
 # them) and "numbers" (any number of uint32_t).
 PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
@@ -73,6 +73,7 @@ FORMATS = {
     "RANDOM_FILL of 14_strangers": (RANDOM_FILL, [
         ("nonce", "I"), *PLAIN_FILL, ("total_repeat", "Q"), ("page_idx", "numbers")]),
     "plain CONNECT": (CONNECT, [("addr", "bytes")]),
+    "CONNECT of 11_rails": (CONNECT, [("rails", "Q"), ("addr", "bytes")]),
     "plain BYE": (BYE, []),
     "plain TEXT": (TEXT, [("text", "bytes")]),
     "PUT": (PUT, [("file_size", "Q"), ("num_slots", "Q"), ("text", "bytes")]),
@@ -240,7 +241,7 @@ SESSIONS = {
     "8_malloc": session_of_requests,
     "9_file": session_of_a_file,
     "10_lock": session_of_changes,
-    "11_rails": functools.partial(session_of_fills, "RANDOM_FILL"),
+    "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
     "12_sleep": functools.partial(session_of_texts, "TEXT"),
     "13_crowd": session_of_a_crowd,
     "14_strangers": functools.partial(session_of_fills, "RANDOM_FILL of 14_strangers"),
@@ -269,6 +270,7 @@ class Sender:
         self.address = bytes.fromhex(self.answer().split()[1])
         self.plain = server.program in PLAIN
         self.strange = server.program == "14_strangers"  # an address has no size there
+        self.numbered = server.program == "11_rails"
         self.nonce = 0  # of its session
 
     def answer(self):
@@ -304,6 +306,8 @@ class Sender:
 
     def connect(self, address=None):
         address = address or self.address
+        if self.numbered:
+            return Message("CONNECT of 11_rails", rails=random.getrandbits(64), addr=address)
         if self.plain:
             return Message("plain CONNECT", addr=address)
         if self.strange:
@@ -481,7 +485,8 @@ class Fuzzer:
         """Returns whether the server takes this for a CONNECT with an address to
         which it can try to send."""
         if sender.plain:
-            return message[:4] == struct.pack("<I", CONNECT) and len(message) <= LONGEST
+            return message[:4] == struct.pack("<I", CONNECT) and \
+                12 * sender.numbered <= len(message) <= LONGEST
         if sender.strange:
             return message[:4] == struct.pack("<I", CONNECT) and (
                 len(message) == 8 + len(sender.address) or
@@ -495,9 +500,10 @@ class Fuzzer:
     def opens(self, sender, message):
         """Returns whether this is a CONNECT from the sender all the same."""
         size = len(sender.address)
+        at = 12 if sender.numbered else 4
         if sender.plain:  # what is missing is zeros to it, and what is too much nothing
             return self.looks_good(sender, message) and \
-                message[4:4 + size].ljust(size, b"\0") == sender.address
+                message[at:at + size].ljust(size, b"\0") == sender.address
         if sender.strange:
             return self.looks_good(sender, message) and message[8:] == sender.address
         return self.looks_good(sender, message) and message[8:12 + size] == (

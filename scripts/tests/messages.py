@@ -65,7 +65,7 @@ def fill(page_size=4096, indices=(0, 1), imm_data=7, addr=0, size=1 << 20, rkey=
 
 
 def fill_repeatedly(*args, repeat=1, **kwargs):
-    """A RANDOM_FILL of 7_queue."""
+    """A RANDOM_FILL of 7_queue and 11_rails."""
     return fill(*args, repeat=repeat, **kwargs)
 
 
@@ -83,7 +83,7 @@ def read_fill(message, begin=plain(0)):
 
 def guarded_fill(page_size=4096, indices=(0, 1), num_pages=None, imm_data=7, repeat=1,
                  addr=0, size=1 << 20, rkey=1):
-    """A RANDOM_FILL of 11_rails."""
+    """A RANDOM_FILL of 14_strangers."""
     return base(RANDOM_FILL) + struct.pack(
         "<2I6Q", imm_data, len(indices) if num_pages is None else num_pages, addr, size,
         rkey, 42, page_size, repeat) + struct.pack(f"<{len(indices)}I", *indices)

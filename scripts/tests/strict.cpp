@@ -1515,14 +1515,6 @@ int CloseRegion(struct fid* fid) {
 struct fi_ops g_mr_fid_ops = {.size = sizeof(g_mr_fid_ops),
                               .close = CloseRegion};
 
-// Returns whether there is an open region that begins here.
-bool IsRegistered(const void* data) {
-  return std::any_of(g_regions.begin(), g_regions.end(), [&](void* region) {
-    const Key& key = *static_cast<Region*>(region)->shared;
-    return key.open && key.base == reinterpret_cast<uint64_t>(data);
-  });
-}
-
 int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
              struct fid_mr** result) {
   CheckThread();
@@ -1542,8 +1534,11 @@ int Register(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
   if (!gpu && !PagesExist(data, size)) {
     Violation("memory", "a region of pages that do not exist");
   }
-  if (g_once && attr->access == FI_WRITE && IsRegistered(data)) {
-    return -FI_ENOMEM;
+  if (g_once && attr->access == FI_WRITE) {
+    static std::map<void*, struct fid*> owners;
+    if (owners.try_emplace(data, domain).first->second != domain) {
+      return -FI_ENOMEM;
+    }
   }
   auto region = std::make_unique<Region>();
   region->fid.fclass = FI_CLASS_MR;

@@ -78,6 +78,8 @@ class Entry(typing.NamedTuple):
     left: str = "Done"
     # Its server tells a client what is wrong, and waits until the client leaves.
     tells_why: bool = False
+    # A CONNECT has a number before the address: the same in all of a client.
+    numbered: bool = False
     # Makes a request to fill pages, where the program has one.
     fill: typing.Callable | None = None
 
@@ -459,12 +461,8 @@ TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     fill=nonce_fill)
 # It does, too, through several adapters.
 TABLE["11_rails"] = TABLE["7_queue"]._replace(
-    guarded=True,
-    long=["1048576", "200", "100000"],
-    wrong={**WRONG_SIZES, **WRONG_REPEATS, **WRONG_LISTS},
-    sizes=[["8", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
-    every_provider=False,
-    bad_sessions=BAD_GUARDED_FILLS,
-    fill=guarded_fill)
+    numbered=True,
+    wrong={**WRONG_PAGES, **WRONG_REPEATS, **WRONG_LISTS},
+    every_provider=False)
 # Those that still have the server from before 5_reverse and 7_queue were made lean.
 FORMER = [name for name in TABLE if TABLE[name].guarded and name != "14_strangers"]

@@ -4,9 +4,8 @@
 // a piece by message, then WRITEs into it and READs it back, in which the
 // server's program takes no part.
 //
-// Based on 14_strangers.
+// Based on 7_queue.
 
-#include <fcntl.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
@@ -14,23 +13,18 @@
 #include <rdma/fi_errno.h>
 #include <rdma/fi_rma.h>
 #include <signal.h>
-#include <stddef.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
-#include <bit>
 #include <charconv>
 #include <chrono>
-#include <cmath>
 #include <deque>
-#include <exception>
 #include <functional>
 #include <list>
 #include <map>
@@ -41,9 +35,7 @@
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <string_view>
 #include <thread>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -53,70 +45,50 @@ using Clock = std::chrono::steady_clock;
 // ---- Constants ----
 
 // The version of libfabric's interface that we ask for: the newest that we
-// know, but no newer than the headers, because an older library would offer
-// nothing.
+// know, if the headers know it, too. Older ones keep some adapters from GPUs.
 constexpr uint32_t kApiVersion =
     std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
 
-// What this program uses of libfabric: the capabilities of fi_getinfo(3).
-constexpr uint64_t kCaps = FI_MSG | FI_RMA;
+constexpr size_t kMaxAddressSize = 256;    // bytes
+constexpr size_t kMaxMessageSize = 65536;  // bytes
+constexpr size_t kRecvCount = 8;           // RECVs posted at a time
+constexpr auto kSilenceLimit = 10s;        // then we give up
+constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
+constexpr auto kContactGrace = 500ms;      // for a message, after a signal
 
-constexpr size_t kMaxAddressSize = 256;           // bytes
-constexpr size_t kMaxMessageSize = 64 * 1024;     // bytes
-constexpr size_t kBufferAlign = 4096;             // bytes
+constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
+
+constexpr size_t kPageAlign = 4096;  // bytes
+
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
-constexpr size_t kRecvCount = 8;                  // RECVs posted at a time
-constexpr size_t kSpareOps = 16;                  // rest before they are reused
-constexpr size_t kCompletionQueueSize = 8192;     // more than we ever need
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr auto kSilenceLimit = 10s;               // then we give up
-constexpr auto kIdlePause = 1ms;      // between two looks at quiet queues
-constexpr auto kQuietLimit = 2s;      // of silence, then we poll slowly
-constexpr auto kContactGrace = 1s;    // for a first or last message
-constexpr auto kDrainLimit = 1s;      // that we wait for what is in flight
-constexpr auto kIdleLimit = 60s;      // without any work, while others wait
-constexpr size_t kMaxClients = 8;     // that are served at a time
-constexpr size_t kMaxWaiting = 1000;  // clients that wait to be served
-constexpr auto kAskPeriod = 1s;       // in line, then a client is to ask again
-constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
-constexpr auto kTellGrace = 2s;       // for what it is told to arrive
+constexpr size_t kPollsPerYield = 64;             // empty ones
 
 constexpr size_t kPoolSize = 256 << 20;       // bytes that the server lends
-constexpr size_t kPieceAlign = 64;            // bytes: a line of the cache
-constexpr size_t kMaxBlockSize = 1 << 20;     // bytes of a client's block
-constexpr size_t kMaxBlocks = 10'000;         // of a client
 constexpr size_t kClientPoolSize = 16 << 20;  // bytes
-constexpr double kMeasureSeconds = 0.25;      // for each of our measurements
+constexpr size_t kPieceAlign = 64;            // bytes: a line of the cache
+constexpr size_t kMaxPieceSize = 1 << 20;     // bytes that a client asks for
+constexpr size_t kMaxPieces = 10'000;         // that a client asks for
+constexpr size_t kSamples = 100;              // of each of our measurements
+constexpr auto kAlivePeriod = 1s;  // between two messages that we are alive
 
-// Limit of the READs and WRITEs in flight. The client's pool limits their
-// bytes.
-constexpr size_t kMaxOutstanding = 4096;
-
-// After so many polls without a completion, a loop gives the core to others.
-// Not after each poll: one may move data without completing anything, and the
-// others may keep the core for long.
-constexpr size_t kPollsPerYield = 64;
-
-constexpr auto kListenPeriod = 1ms;  // between two looks for new clients
-constexpr auto kReportPeriod = 1s;   // between two reports of progress
-constexpr auto kAlivePeriod = 1s;    // between two messages that we are alive
-
-// ---- Errors, signals, text ----
-
-// Describes an error number of libfabric (fi_errno(3)).
-std::string ErrorText(int error) {
-  std::string text = fi_strerror(error);
-  if (error == FI_ENOMEM) {
-    text += " (is the limit of locked memory, `ulimit -l`, too low?)";
-  }
-  return text;
-}
+// ---- Errors and signals ----
 
 // Throws if a call has failed: it has then returned an error number, with a
 // minus sign.
-void FiCheck(ssize_t result, const std::string& call) {
+void FiCheck(ssize_t result, const char* call) {
   if (result >= 0) return;
-  throw std::runtime_error(call + ": " + ErrorText(int(-result)));
+  throw std::runtime_error(std::string(call) + ": " +
+                           fi_strerror(int(-result)));
+}
+
+// Throws if nothing has happened for too long. Some providers never report that
+// a peer has gone, and silence is all that there is to notice.
+void CheckSilence(Clock::time_point heard_at, const char* what) {
+  if (Clock::now() - heard_at < kSilenceLimit) return;
+  throw std::runtime_error("nothing has happened for " +
+                           std::to_string(kSilenceLimit.count()) + " s while " +
+                           what);
 }
 
 // Owns an object of libfabric, and closes it. C++ destroys objects in reverse
@@ -136,45 +108,30 @@ struct Owned {
   }
 };
 
-// Set by the first signal that asks us to end. All loops look at it, so that
-// everything is closed on the way out.
+// Set by a signal that asks us to end. All loops look at it, so that everything
+// is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-// Called for a signal: the loops end, and a second signal ends the process.
-void HandleSignal(int) {
-  g_interrupted = true;
-  // A second one, of any kind, ends the process at once.
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, SIG_DFL);
+// Called for such a signal. A second one, but for SIGPIPE, ends the process.
+void HandleSignal(int signum) {
+  if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
 }
 
-// Has HandleSignal called for the signals that ask a process to end.
-void InstallSignalHandlers() {
-  for (int signum : {SIGINT, SIGTERM, SIGHUP}) signal(signum, HandleSignal);
-  signal(SIGPIPE, SIG_IGN);  // `| head` must not end us before we have closed
-}
-
-// Throws after a signal that asks us to end.
-void CheckInterrupted() {
-  if (g_interrupted) throw std::runtime_error("interrupted");
-}
-
-// Replaces whatever in a text from the other side could deceive on a terminal:
-// all that is not plain ASCII.
-std::string Printable(std::string text) {
-  for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
-  return text;
+// Has such signals call it. libfabric's libraries bring handlers of their own.
+void CatchSignals() {
+  for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
 
 // ---- Addresses ----
 
 // The address of an endpoint. Only its provider knows what the bytes mean, and
 // how many there are.
-using Address = std::vector<uint8_t>;
+using Address = std::string;
 
 // Returns an address as hexadecimal digits, to be typed into another terminal.
 std::string ToHex(const Address& address) {
   std::string hex;
-  for (uint8_t byte : address) {
+  for (unsigned char byte : address) {
     hex += "0123456789abcdef"[byte / 16];
     hex += "0123456789abcdef"[byte % 16];
   }
@@ -186,180 +143,115 @@ std::string ToHex(const Address& address) {
 Address ParseAddress(const std::string& hex) {
   if (hex.empty() || hex.size() % 2 != 0 || hex.size() / 2 > kMaxAddressSize ||
       hex.find_first_not_of("0123456789abcdefABCDEF") != std::string::npos) {
-    throw std::invalid_argument(
-        "ADDRESS is not an even number of hexadecimal digits, " +
-        std::to_string(2 * kMaxAddressSize) + " at most: \"" +
-        hex.substr(0, 80) + "\"");
+    throw std::invalid_argument("ADDRESS is not what a server prints");
   }
   Address address;
   for (size_t i = 0; i < hex.size(); i += 2) {
-    address.push_back(uint8_t(std::stoul(hex.substr(i, 2), nullptr, 16)));
+    address += char(std::stoi(hex.substr(i, 2), nullptr, 16));
   }
   return address;
 }
 
 // ---- Domain and buffers ----
 
-// Returns the setting of FI_PROVIDER, as one types it; empty if there is none.
-std::string ProviderSetting() {
-  const char* provider = getenv("FI_PROVIDER");
-  return provider ? "FI_PROVIDER='" + std::string(provider) + "' " : "";
-}
-
 // What fi_getinfo answers, and the function that frees it.
 using Info = std::unique_ptr<fi_info, void (*)(fi_info*)>;
 
-// 1. Ask: which interfaces can do what we need (`caps`)? Only `same`, if it is
-// given.
-Info GetInfo(uint64_t caps = kCaps, const fi_info* same = nullptr) {
+// 1. Ask: which interfaces can do what we need?
+Info GetInfo(bool gpu) {
   Info hints(fi_allocinfo(), fi_freeinfo);
-  hints->caps = caps;                // we want to send messages, and to WRITE
+  hints->caps = FI_MSG | FI_RMA;  // we want to send messages, WRITE and READ,
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
   hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
+  hints->ep_attr->max_msg_size = kMaxPieceSize;     // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
-  if (caps & FI_HMEM) hints->domain_attr->mr_mode |= FI_MR_HMEM;
-  // Messages to the same peer must arrive in the order of their SENDs.
+  if (gpu) {
+    hints->caps |= FI_HMEM;  // into memory that isn't the host's
+    hints->domain_attr->mr_mode |= FI_MR_HMEM;
+  }
+  // Messages to the same peer must take its RECVs in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
   // Only one thread uses the domain, so the provider needs no locks.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  if (same != nullptr) {
-    hints->fabric_attr->prov_name = strdup(same->fabric_attr->prov_name);
-    hints->fabric_attr->name = strdup(same->fabric_attr->name);
-    hints->domain_attr->name = strdup(same->domain_attr->name);
-  }
   fi_info* info;  // a list, the best one first
-  FiCheck(
-      fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
-      ProviderSetting() +
-          "fi_getinfo finds no interface that can do what this program needs "
-          "(`fi_info -t FI_EP_RDM` lists what there is; shm needs room in "
-          "/dev/shm)");
+  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+          "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");
   return Info(info, fi_freeinfo);
-}
-
-// Returns the speed of the link in Gbps; 0 if it is not known. Only adapters
-// have a NIC: the software providers leave it null.
-double LinkGbps(const fi_info* info) {
-  if (info->nic == nullptr || info->nic->link_attr == nullptr) return 0;
-  return static_cast<double>(info->nic->link_attr->speed) * 1e-9;
-}
-
-// Describes the adapter, as far as libfabric tells; empty without one.
-std::string DescribeNic(const fi_info* info) {
-  std::string text;
-  if (info->nic != nullptr && info->nic->device_attr != nullptr &&
-      info->nic->device_attr->name != nullptr) {
-    text += ", nic: " + std::string(info->nic->device_attr->name);
-  }
-  if (LinkGbps(info) > 0) {
-    text += ", link: " + std::to_string(std::lround(LinkGbps(info))) + "Gbps";
-  }
-  return text;
-}
-
-// Describes an interface in one line.
-std::string Describe(const fi_info* info) {
-  return "domain: " + std::string(info->domain_attr->name) +
-         ", fabric: " + info->fabric_attr->name +
-         ", provider: " + info->fabric_attr->prov_name + DescribeNic(info);
 }
 
 // 2. The network, and in it our access to the adapter.
 struct Domain {
+  bool gpu;  // our pool is in the memory of a GPU
   Info info;
   Owned<fid_fabric> fabric;
   Owned<fid_domain> handle;
-  std::random_device random{"/dev/urandom"};  // the default may take 25 us
-  // Makes a WRITE complete only when the data is in the peer's memory. 0 where
-  // it is there by then anyway.
-  uint64_t write_flags = FI_DELIVERY_COMPLETE;
+  std::random_device random;
 
-  // Opens the first interface of a list.
-  explicit Domain(Info list) : info(std::move(list)) {
-    printf("%s\n", Describe(info.get()).c_str());
+  explicit Domain(bool with_gpu) : gpu(with_gpu), info(GetInfo(gpu)) {
+    printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
+           info->fabric_attr->name, info->fabric_attr->prov_name);
     FiCheck(fi_fabric(info->fabric_attr, &fabric.ptr, nullptr), "fi_fabric");
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
-    // Over shm a WRITE is copied before it completes, even if we ask for no
-    // level. If we ask, the provider of libfabric 1.17 has the other side copy
-    // it under a lock, and waits for ever if that side is killed. It copies GPU
-    // memory in no other way.
-    if (strcmp(info->fabric_attr->prov_name, "shm") == 0 &&
-        (info->caps & FI_HMEM) == 0) {
-      write_flags = 0;
-    }
   }
 
   // Returns a key that no stranger guesses, as wide as the provider's keys are.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
-    size_t bits = 8 * info->domain_attr->mr_key_size;
-    return bits < 64 ? key & ((uint64_t{1} << bits) - 1) : key;
-  }
-
-  // Returns the greatest length of a message, in bytes. Server and client use
-  // the same provider, so it is the same for both.
-  size_t MaxMessageSize() const {
-    return std::min(kMaxMessageSize, info->ep_attr->max_msg_size);
+    return key >> (64 - 8 * info->domain_attr->mr_key_size);
   }
 };
 
 // Memory, and the function that frees it.
-using Memory = std::unique_ptr<uint8_t[], void (*)(void*)>;
+using Memory = std::unique_ptr<char[], void (*)(void*)>;
 
-// Allocates zeroed memory. Writing the zeros makes sure that every page of it
+// Allocates whole pages of zeros. Writing the zeros makes sure that each page
 // exists, which a provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
-  size_t align = kBufferAlign;
-  // Large buffers are on huge pages, which need fewer entries in the page
-  // tables and in the adapter's copy of them.
-  if (size >= kHugePageSize) align = kHugePageSize;
+  // Much memory is on huge pages, which need fewer entries in the page tables.
+  size_t align = size < kHugePageSize ? kPageAlign : kHugePageSize;
   size_t rounded = (size + align - 1) / align * align;
-  Memory data(static_cast<uint8_t*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) {
-    throw std::runtime_error("no memory for " + std::to_string(size) +
-                             " bytes");
-  }
+  Memory data(static_cast<char*>(aligned_alloc(align, rounded)), free);
+  if (data == nullptr) throw std::bad_alloc();
   if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
   memset(data.get(), 0, rounded);
   return data;
 }
 
 // Memory of a GPU. All calls of CUDA are at the end of this file.
-int FindGpu();  // -1 if there is none
 Memory CudaAlloc(size_t size);
+void CudaCopy(void* to, const void* from, size_t size);
+void CudaFlushWrites();
 
 // 3. Registered memory: the adapter may use it, for FI_SEND, FI_RECV ...
 struct Buffer {
   size_t size;  // bytes
-  int gpu;      // that has the memory; -1: the host
+  bool gpu;     // it is memory of the GPU
   Memory data;
   Owned<fid_mr> mr;
+  size_t in_flight = 0;  // operations that have it: hands off, unless 0
 
-  Buffer(Domain& domain, size_t bytes, uint64_t access, int on_gpu = -1)
+  Buffer(Domain& domain, size_t bytes, uint64_t access, bool on_gpu = false)
       : size(bytes),
         gpu(on_gpu),
-        data(gpu < 0 ? AllocHost(bytes) : CudaAlloc(bytes)) {
+        data(gpu ? CudaAlloc(bytes) : AllocHost(bytes)) {
     iovec iov = {.iov_base = data.get(), .iov_len = size};
     fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
     attr.access = access;
-    if (gpu >= 0) {
-      attr.iface = FI_HMEM_CUDA;
-      attr.device.cuda = gpu;
-    }
-    // Used by providers that let us choose the key (those without
-    // FI_MR_PROV_KEY). No two regions of a domain may have the same one.
-    int ret = 0;
-    do {
-      attr.requested_key = domain.RandomKey();
-      ret = fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr);
-    } while (ret == -FI_ENOKEY);
-    FiCheck(ret, "fi_mr_regattr of " + std::to_string(size) + " bytes");
+    attr.requested_key = domain.RandomKey();  // not with FI_MR_PROV_KEY
+    if (gpu) attr.iface = FI_HMEM_CUDA;
+    FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr), "fi_mr_regattr");
+  }
+
+  // Copies between the buffer and host memory, in either direction.
+  void Copy(void* to, const void* from, size_t len) const {
+    if (gpu) return CudaCopy(to, from, len);
+    memcpy(to, from, len);
   }
 };
 
@@ -367,21 +259,7 @@ struct Buffer {
 
 // The kinds of operations.
 enum class RdmaOpType { kRecv, kSend, kWrite, kRead };
-
-// Returns the name of an operation, for error messages.
-const char* NameOf(RdmaOpType type) {
-  switch (type) {
-    case RdmaOpType::kRecv:
-      return "RECV";
-    case RdmaOpType::kSend:
-      return "SEND";
-    case RdmaOpType::kWrite:
-      return "WRITE";
-    case RdmaOpType::kRead:
-      return "READ";
-  }
-  return "";
-}
+constexpr const char* kOpNames[] = {"RECV", "SEND", "WRITE", "READ"};
 
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
@@ -391,47 +269,38 @@ struct RdmaOp {
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
   size_t len = 0;            // bytes; of a RECV, set when a message has arrived
-  size_t offset = 0;         // of a one-sided operation, in buf
-  uint64_t remote_addr = 0;  // of a one-sided operation: as the owner has said
-  uint64_t remote_key = 0;   // of a one-sided operation: from the owner, too
+  size_t offset = 0;         // of a WRITE or READ, in buf
+  uint64_t remote_addr = 0;  // of a WRITE or READ: where, as the owner has said
+  uint64_t remote_key = 0;   // of a WRITE or READ: from the owner, too
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
-  bool in_flight = false;  // libfabric has it, and has not ended it
-
-  // Returns whether the peer's program takes no part in it.
-  bool OneSided() const {
-    return type != RdmaOpType::kRecv && type != RdmaOpType::kSend;
-  }
 
   // Throws if the operation has failed.
   void Check() const {
     if (error.empty()) return;
-    std::string hint;
-    if (type != RdmaOpType::kRecv) hint = "; is the other side still running?";
-    if (OneSided()) hint += " Or has it refused the access?";
-    throw std::runtime_error(std::string(NameOf(type)) + " failed: " + error +
+    const char* hint =
+        type == RdmaOpType::kRecv ? "" : "; is the other side still running?";
+    throw std::runtime_error(kOpNames[int(type)] + (" failed: " + error) +
                              hint);
   }
 };
 
 // 4. An endpoint, with an address vector and a completion queue.
 struct Endpoint {
-  Domain& domain;
-  std::deque<RdmaOp> ops;        // as many as were ever in use, and a few more
-  std::deque<RdmaOp*> free_ops;  // not in use; the one to use next comes first
+  std::deque<RdmaOp> ops;         // as many as were ever in use
+  std::vector<RdmaOp*> free_ops;  // those that are not in flight
+  Address addr;                   // our own
+
   std::deque<RdmaOp*> pending_ops;  // waiting to be handed over, in order
-  Clock::time_point silent_since = Clock::now();  // see CheckSilence
-  Address addr;                                   // our own
 
   Owned<fid_av> av;  // the addresses of our peers
   Owned<fid_cq> cq;  // how our operations have ended
   Owned<fid_eq> eq;  // what happens to the endpoint
   Owned<fid_ep> ep;  // where we post them
 
-  explicit Endpoint(Domain& open_domain) : domain(open_domain) {
+  explicit Endpoint(Domain& domain) {
     fi_av_attr av_attr = {};
     fi_cq_attr cq_attr = {};
-    cq_attr.size = kCompletionQueueSize;
     cq_attr.format = FI_CQ_FORMAT_DATA;  // what we want to know of each
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
@@ -444,9 +313,9 @@ struct Endpoint {
             "fi_eq_open");
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
-    // The shm provider has just put handlers of its own before ours. They
-    // delete our shared memory at once, and then the other side may crash.
-    if (!g_interrupted) InstallSignalHandlers();
+    // Again: in fi_endpoint, the shm provider installs handlers that delete our
+    // shared memory at once, and the other side may crash.
+    CatchSignals();
     FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
@@ -458,34 +327,15 @@ struct Endpoint {
     addr.resize(length);
   }
 
-  // Returns whether an address can be one of our provider's.
-  bool IsLikeOurs(const Address& address) const {
-    uint32_t format = domain.info->addr_format;
-    // One that is a name ends with a zero byte and begins as ours does.
-    if (format == FI_ADDR_STR) {
-      return !address.empty() && address.back() == 0 &&
-             address.front() == addr.front();
-    }
-    // Any other is as long as ours. An internet address begins with its family,
-    // and libfabric would expect another family of all addresses after it.
-    bool internet = format == FI_SOCKADDR_IN || format == FI_SOCKADDR_IN6;
-    return address.size() == addr.size() &&
-           std::equal(addr.begin(), addr.begin() + (internet ? 2 : 0),
-                      address.begin());
-  }
-
   // Returns libfabric's number for a peer's address, which operations take
   // instead of it. Nothing is sent, so a peer that does not exist shows later,
   // as an error or as silence.
-  fi_addr_t AddPeerAddress(const Address& address) {
+  fi_addr_t AddPeerAddress(Address address) {
     fi_addr_t peer = FI_ADDR_UNSPEC;
-    if (!IsLikeOurs(address) ||
-        fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) != 1) {
-      throw std::runtime_error("\"" + ToHex(address) +
-                               "\" is not an address of provider " +
-                               domain.info->fabric_attr->prov_name +
-                               "; do both sides use the same FI_PROVIDER?");
-    }
+    address.resize(kMaxAddressSize);  // libfabric reads as much as it needs
+    bool known = fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) == 1;
+    FiCheck(known ? 0 : -FI_EINVAL,
+            "fi_av_insert (do both sides use the same FI_PROVIDER?)");
     return peer;
   }
 
@@ -493,18 +343,14 @@ struct Endpoint {
   // buffer must not change until it has completed. Once one operation has to
   // wait, all later ones wait behind it, so that none overtakes another.
   void Post(RdmaOp request) {
-    while (free_ops.size() < kSpareOps) {
-      free_ops.push_back(&ops.emplace_back());
-    }
-    RdmaOp* op = free_ops.front();
+    if (free_ops.empty()) free_ops.push_back(&ops.emplace_back());
+    RdmaOp* op = free_ops.back();
     *op = std::move(request);
-    free_ops.pop_front();
+    free_ops.pop_back();
+    ++op->buf->in_flight;
     pending_ops.push_back(op);
     ProgressPendingOps();
   }
-
-  // Returns whether libfabric has taken everything that was posted.
-  bool HasRoom() const { return pending_ops.empty(); }
 
   // Hands over what is waiting, as far as libfabric has room. An operation that
   // libfabric refuses completes at once, with an error.
@@ -514,65 +360,46 @@ struct Endpoint {
       ssize_t ret = Submit(op);
       if (ret == -FI_EAGAIN) return;  // reading completions makes room
       pending_ops.pop_front();
-      op->in_flight = true;
-      if (ret != 0) Complete(op, 0, ErrorText(int(-ret)));
+      if (ret != 0) Complete(op, 0, fi_strerror(int(-ret)));
     }
   }
 
+  // Returns whether libfabric has taken everything that was posted.
+  bool HasRoom() const { return pending_ops.empty(); }
+
   // Calls the function of libfabric for an operation.
   ssize_t Submit(RdmaOp* op) {
-    uint8_t* data = &op->buf->data[op->offset];
+    char* data = &op->buf->data[op->offset];
     void* desc = fi_mr_desc(op->buf->mr);
-    if (op->OneSided()) {
-      iovec iov = {.iov_base = data, .iov_len = op->len};
-      fi_rma_iov remote = {
-          .addr = op->remote_addr, .len = op->len, .key = op->remote_key};
-      fi_msg_rma msg = {};
-      msg.msg_iov = &iov;
-      msg.desc = &desc;
-      msg.iov_count = 1;
-      msg.addr = op->peer;
-      msg.rma_iov = &remote;
-      msg.rma_iov_count = 1;
-      msg.context = op;
-      // No level to ask for: a READ is complete when its data is here.
-      if (op->type == RdmaOpType::kRead) return fi_readmsg(ep, &msg, 0);
-      return fi_writemsg(ep, &msg, domain.write_flags);
-    }
     if (op->type == RdmaOpType::kRecv) {
       return fi_recv(ep, data, op->len, desc, op->peer, op);
     }
-    return fi_send(ep, data, op->len, desc, op->peer, op);
+    if (op->type == RdmaOpType::kSend) {
+      return fi_send(ep, data, op->len, desc, op->peer, op);
+    }
+    if (op->type == RdmaOpType::kWrite) {
+      return fi_write(ep, data, op->len, desc, op->peer, op->remote_addr,
+                      op->remote_key, op);
+    }
+    return fi_read(ep, data, op->len, desc, op->peer, op->remote_addr,
+                   op->remote_key, op);
   }
 
   // Reads what has completed and calls back. Many providers work only while we
   // read. Returns the number of completions. Throws if a callback does.
   size_t PollCompletion() {
     ProgressPendingOps();
-    fi_cq_data_entry cqe[kCompletionQueueReadCount];
-    ssize_t ret = fi_cq_read(cq, cqe, kCompletionQueueReadCount);
+    fi_cq_data_entry entries[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, entries, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     if (ret == -FI_EAVAIL) {
       ReadError();
       return 1;
     }
     FiCheck(ret, "fi_cq_read");
-    // A callback that throws must not cost the entries after it.
-    std::exception_ptr failure;
     for (ssize_t i = 0; i < ret; ++i) {
-      try {
-        // A client may post a WRITE with immediate data, which we do not use.
-        // shm reports it with a context that is none of ours.
-        if ((cqe[i].flags & (FI_REMOTE_WRITE | FI_REMOTE_CQ_DATA)) &&
-            !(cqe[i].flags & (FI_RECV | FI_WRITE))) {
-          continue;
-        }
-        Complete(cqe[i].op_context, cqe[i].len, "");
-      } catch (...) {
-        if (!failure) failure = std::current_exception();
-      }
+      Complete(entries[i].op_context, entries[i].len, "");
     }
-    if (failure) std::rethrow_exception(failure);
     return size_t(ret);
   }
 
@@ -580,20 +407,11 @@ struct Endpoint {
   void Complete(void* context, size_t len, const std::string& error) {
     if (context == nullptr) return;  // not an operation of ours
     auto* op = static_cast<RdmaOp*>(context);
-    // An adapter may report an operation that has completed a second time, as
-    // failed: the peer did not get its receipt.
-    if (!op->in_flight) return;
     RdmaOp done = std::move(*op);
-    op->in_flight = false;
     free_ops.push_back(op);
-    // A SEND may complete on this side alone, a RECV takes anybody's message:
-    // they say nothing about the peer.
-    if (done.OneSided() && error.empty()) RestartSilence();
+    --done.buf->in_flight;
     done.error = error;
-    if (done.type == RdmaOpType::kRecv && error.empty()) {
-      if (len > done.len) done.error = "the message is longer than the buffer";
-      done.len = len;
-    }
+    if (done.type == RdmaOpType::kRecv) done.len = std::min(len, done.len);
     done.callback(done);
   }
 
@@ -602,594 +420,274 @@ struct Endpoint {
   void ReadError() {
     fi_cq_err_entry entry = {};
     FiCheck(fi_cq_readerr(cq, &entry, 0), "fi_cq_readerr");
-    std::string error = ErrorText(entry.err);
+    std::string error = fi_strerror(entry.err);
     const char* detail =
         fi_cq_strerror(cq, entry.prov_errno, entry.err_data, nullptr, 0);
     if (detail != nullptr && error != detail) {
       error += " (" + std::string(detail) + ")";
     }
-    // Some providers do not say which operation has failed, and it may be one
-    // from the other side.
-    if (entry.op_context == nullptr ||
-        (entry.flags & (FI_REMOTE_READ | FI_REMOTE_WRITE))) {
+    // Some providers do not say which operation has failed, and it may be a
+    // WRITE from the other side.
+    if (entry.op_context == nullptr || (entry.flags & FI_REMOTE_WRITE)) {
       throw std::runtime_error("an operation failed: " + error);
     }
-    // A second report about a RECV says nothing of what uses its record now.
-    if ((entry.flags & FI_RECV) &&
-        static_cast<RdmaOp*>(entry.op_context)->OneSided()) {
-      return;
-    }
     Complete(entry.op_context, 0, error);
-  }
-
-  // Polls until `done` returns true. Error messages begin with `what`. During
-  // the first `grace`, it goes on in spite of a signal. Only a client waits
-  // like this; a server must not, because all its clients would have to wait,
-  // too.
-  void WaitUntil(const char* what, const std::function<bool()>& done,
-                 Clock::duration grace = 0s,
-                 std::chrono::seconds limit = kSilenceLimit) {
-    Clock::time_point start = Clock::now();
-    RestartSilence();
-    size_t polls = 0;
-    while (!done()) {
-      if (g_interrupted && Clock::now() - start >= grace) CheckInterrupted();
-      size_t completions = PollCompletion();
-      if (++polls % kPollsPerYield != 0) continue;
-      CheckSilence(what, limit);
-      if (completions > 0) continue;
-      if (Clock::now() - silent_since > kQuietLimit) {
-        std::this_thread::sleep_for(kIdlePause);
-      } else {
-        // The other side may need the core to answer us.
-        std::this_thread::yield();
-      }
-    }
-  }
-
-  // Begins to count the silence anew.
-  void RestartSilence() { silent_since = Clock::now(); }
-
-  // Throws after too long a silence of the peer: some providers never report
-  // that a peer has gone, and silence is all that there is to notice.
-  void CheckSilence(const char* what,
-                    std::chrono::seconds limit = kSilenceLimit) const {
-    if (Clock::now() - silent_since < limit) return;
-    throw std::runtime_error(
-        std::string(what) + ": nothing has happened for " +
-        std::to_string(limit.count()) +
-        " s; is the other side running, with the same FI_PROVIDER?");
   }
 };
 
 // ---- Messages and sessions ----
-
-using Message = std::string;  // any bytes
 
 // The kinds of messages, and who sends them.
 enum class AppMessageType : uint32_t {
   kConnect = 1,  // client: this is my address
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
-  kWait = 4,     // server: I can't serve you yet; ask again
-  kRefused = 5,  // server: I end this session; followed by the reason
 
-  kMalloc = 6,  // client: lend me a piece
-  kFree = 7,    // client: take this piece back
-  kUsage = 8,   // client: how much have you lent me?
-  kReply = 9,   // server: the answer to any of these
-  kAlive = 10,  // client: I am still at it
+  kMalloc = 6,   // client: lend me a piece
+  kFree = 7,     // client: take this piece back
+  kReply = 8,    // server: it is done
+  kRefusal = 9,  // server: I can't, and this is why
+  kAlive = 10,   // client: I am still at it
 };
 
-// The beginning of each message. A stranger may know an address, too, but not
-// the number that the client has chosen for its conversation with the server.
-struct AppMessageBase {
+// A message. It travels as its type, in the byte order of our processors, and
+// the rest.
+struct Message {
   AppMessageType type;
-  uint32_t nonce = 0;  // set by Session::Send
+  std::string body;  // any bytes
 };
-
-// A CONNECT or an ACCEPT.
-struct AppConnectMessage {
-  AppMessageBase base;
-  uint32_t addr_size;  // bytes used of addr
-  uint8_t addr[kMaxAddressSize];
-};
-
-// Numbers travel as they are in memory, so both sides need the same byte order.
-static_assert(std::endian::native == std::endian::little,
-              "the numbers in messages are little-endian");
+constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
 // Returns what to throw for a message that cannot be right.
 std::runtime_error BadMessage(const std::string& what) {
   return std::runtime_error("bad message: " + what);
 }
 
-// Returns the beginning of a message; zeros if it is too short to have one.
-AppMessageBase BaseOf(const Message& message) {
-  AppMessageBase base = {};
-  if (message.size() >= sizeof(base)) {
-    memcpy(&base, message.data(), sizeof(base));
+// Returns a copy of something in memory, to be sent.
+std::string BytesOf(const void* data, size_t size) {
+  return {static_cast<const char*>(data), size};
+}
+
+// Returns the body of a message. Throws if it has another type.
+const std::string& BodyOf(const Message& message, AppMessageType type) {
+  if (message.type != type) {
+    throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }
-  return base;
+  return message.body;
 }
 
-// Returns the type of a message; 0 if it is too short to have one.
-AppMessageType TypeOf(const Message& message) { return BaseOf(message).type; }
-
-// Copies the beginning of a message into a struct that starts with an
-// AppMessageBase. Throws if the message is too short for it, or of another
-// type.
-template <typename T>
-T ReadMessage(const Message& message, AppMessageType type) {
-  if (message.size() < sizeof(T) || TypeOf(message) != type) {
-    throw BadMessage(std::to_string(message.size()) + " bytes of type " +
-                     std::to_string(uint32_t(TypeOf(message))));
-  }
-  T head;
-  memcpy(&head, message.data(), sizeof(head));
-  return head;
-}
-
-// Returns a CONNECT or an ACCEPT. Throws if it is not a valid one.
-AppConnectMessage ReadConnect(const Message& message, AppMessageType type) {
-  auto connect = ReadMessage<AppConnectMessage>(message, type);
-  if (message.size() != sizeof(connect) ||
-      connect.addr_size > sizeof(connect.addr)) {
-    throw BadMessage("its sizes do not fit together");
-  }
-  return connect;
-}
-
-// Returns the address that a CONNECT or an ACCEPT carries.
-Address AddressIn(const AppConnectMessage& connect) {
-  return {connect.addr, connect.addr + connect.addr_size};
-}
-
-// Does the reverse of ReadMessage: the bytes of a struct, and of a tail.
-template <typename T>
-Message WriteMessage(const T& head, std::string_view tail = {}) {
-  // Padding would carry whatever was in memory there.
-  static_assert(std::has_unique_object_representations_v<T>);
-  Message message(reinterpret_cast<const char*>(&head), sizeof(head));
-  return std::move(message.append(tail));
-}
-
-// An endpoint, and messages from and to those who know its address.
-struct Mailbox {
+// One end of a conversation: an endpoint, and messages from and to one peer.
+// The server has a session for each client, because only closing an endpoint
+// ends what is in flight to a client that has died. A server's listener is a
+// session without a peer: it hears everybody, and says nothing.
+struct Session {
   Domain& domain;
-  std::list<Buffer> bufs;               // of all RECVs and SENDs
-  std::deque<RdmaOp> arrivals;          // completed RECVs
-  std::vector<Buffer*> free_send_bufs;  // those without a message
-  size_t unsent = 0;                    // messages whose SEND has not completed
-  Endpoint endpoint;
+  std::deque<Buffer> recv_bufs;
+  std::deque<Buffer> send_bufs;  // as many as were ever in use
+  std::deque<Message> inbox;     // that have arrived
+  fi_addr_t peer = FI_ADDR_UNSPEC;
+  Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
-  explicit Mailbox(Domain& open_domain)
-      : domain(open_domain), endpoint(open_domain) {
+  explicit Session(Domain& open_domain)
+      : domain(open_domain), endpoint(domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
-      PostRecv(bufs.emplace_back(domain, domain.MaxMessageSize(), FI_RECV));
+      recv_bufs.emplace_back(domain, kMaxMessageSize, FI_RECV);
+    }
+    PostRecvs();
+  }
+
+  // Posts a RECV for each free buffer.
+  void PostRecvs() {
+    for (Buffer& buf : recv_bufs) {
+      if (buf.in_flight > 0) continue;
+      endpoint.Post({.type = RdmaOpType::kRecv,
+                     .buf = &buf,
+                     .len = buf.size,
+                     .callback = [this](const RdmaOp& op) { Arrived(op); }});
     }
   }
 
-  // Posts a RECV: the next message, from anybody, goes into `buf`.
-  void PostRecv(Buffer& buf) {
-    auto arrived = [this](const RdmaOp& op) { arrivals.push_back(op); };
-    endpoint.Post({.type = RdmaOpType::kRecv,
-                   .buf = &buf,
-                   .len = buf.size,
-                   .callback = arrived});
+  // Posts what waits, and polls. Returns the number of completions.
+  size_t Poll() {
+    PostRecvs();
+    return endpoint.PollCompletion();
   }
 
-  // Takes out the next message, if there is one. Throws if its RECV has failed:
-  // it was too long, for example.
+  // Puts the message that has come with a RECV into the inbox. One that is too
+  // short has type 0, which nobody expects.
+  void Arrived(const RdmaOp& op) {
+    op.Check();  // throws if it was too long, for example
+    Message message = {};
+    const char* data = op.buf->data.get();
+    if (op.len >= sizeof(message.type)) {
+      memcpy(&message.type, data, sizeof(message.type));
+      message.body.assign(data + sizeof(message.type), data + op.len);
+    }
+    inbox.push_back(std::move(message));
+    heard_at = Clock::now();
+  }
+
+  // Sends a message. Of two in flight, a short one may be complete first at the
+  // other side, as in 4: where the order counts, wait for HasSent in between.
+  void Send(AppMessageType type, const std::string& body = {}) {
+    if (body.size() > kMaxBodySize) throw std::length_error("a long message");
+    size_t i = 0;
+    while (i < send_bufs.size() && send_bufs[i].in_flight > 0) ++i;
+    if (i == send_bufs.size()) {
+      send_bufs.emplace_back(domain, kMaxMessageSize, FI_SEND);
+    }
+    Buffer& buf = send_bufs[i];
+    char* data = buf.data.get();
+    memcpy(data, &type, sizeof(type));
+    body.copy(data + sizeof(type), body.size());
+    endpoint.Post({.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = &buf,
+                   .len = sizeof(type) + body.size(),
+                   .callback = [](const RdmaOp& op) { op.Check(); }});
+  }
+
+  // Returns whether all messages have left.
+  bool HasSent() const {
+    return std::all_of(send_bufs.begin(), send_bufs.end(),
+                       [](const Buffer& b) { return b.in_flight == 0; });
+  }
+
+  // Takes out the next message, if there is one.
   std::optional<Message> Take() {
-    if (arrivals.empty()) return std::nullopt;
-    RdmaOp recv = std::move(arrivals.front());
-    arrivals.pop_front();
-    auto* data = recv.buf->data.get();
-    Message message(data, data + (recv.error.empty() ? recv.len : 0));
-    PostRecv(*recv.buf);
-    recv.Check();
+    if (inbox.empty()) return std::nullopt;
+    Message message = std::move(inbox.front());
+    inbox.pop_front();
     return message;
   }
 
-  // Sends a copy of a message.
-  void Send(fi_addr_t peer, const Message& message) {
-    if (message.size() > domain.MaxMessageSize()) {
-      throw std::runtime_error("a message of " +
-                               std::to_string(message.size()) +
-                               " bytes is too long for this provider");
-    }
-    if (free_send_bufs.empty()) {
-      free_send_bufs.push_back(
-          &bufs.emplace_back(domain, domain.MaxMessageSize(), FI_SEND));
-    }
-    Buffer* buf = free_send_bufs.back();
-    free_send_bufs.pop_back();
-    std::copy(message.begin(), message.end(), buf->data.get());
-    ++unsent;
-    endpoint.Post({.type = RdmaOpType::kSend,
-                   .peer = peer,
-                   .buf = buf,
-                   .len = message.size(),
-                   .callback = [this](const RdmaOp& op) {
-                     op.Check();
-                     --unsent;
-                     free_send_bufs.push_back(op.buf);
-                   }});
-  }
-};
-
-// One end of a conversation: an endpoint, and messages from and to one peer.
-// The server has a session for each client. Destroying it also ends whatever
-// was in flight to that client, and only closing the endpoint can do that.
-struct Session {
-  Mailbox mailbox;
-  Endpoint& endpoint;  // that of the mailbox
-  fi_addr_t peer = FI_ADDR_UNSPEC;
-  uint32_t nonce = 0;          // of this conversation
-  Clock::time_point leave_at;  // until then, the last messages may leave
-  bool waiting = false;        // client: has been told to
-
-  explicit Session(Domain& domain)
-      : mailbox(domain), endpoint(mailbox.endpoint) {}
-
-  // Takes out the next message of our peer, if there is one. Those without the
-  // nonce, and those that are too long, are from somebody else. Throws if the
-  // server has refused what we want.
-  std::optional<Message> Take() {
-    while (!mailbox.arrivals.empty()) {
-      Message message;
-      try {
-        message = *mailbox.Take();
-      } catch (const std::runtime_error&) {
-        continue;
+  // Client: polls until `done` returns true. Errors say `what` we were doing.
+  // A server must not wait like this: all its clients would have to wait, too.
+  void WaitUntil(const char* what, const std::function<bool()>& done) {
+    heard_at = Clock::now();
+    for (size_t polls = 1; !done(); ++polls) {
+      // Over shm, the server may crash if we leave during our first contact.
+      if (g_interrupted && Clock::now() - heard_at > kContactGrace) {
+        throw std::runtime_error("interrupted");
       }
-      AppMessageBase base = BaseOf(message);
-      if (base.nonce != nonce) continue;
-      endpoint.RestartSilence();
-      if (base.type == AppMessageType::kRefused) {
-        throw std::runtime_error("the server has refused: " +
-                                 Printable(message.c_str() + sizeof(base)));
-      }
-      return message;
+      CheckSilence(heard_at, what);
+      // No sleep: a poll that completes nothing may move data all the same.
+      if (Poll() == 0 && polls % kPollsPerYield == 0) std::this_thread::yield();
     }
-    return std::nullopt;
   }
 
-  // Sends a message: a head of fixed size, and a tail.
-  template <typename T>
-  void Send(const T& head, std::string_view tail = {}) {
-    Message message = WriteMessage(head, tail);
-    memcpy(&message[offsetof(AppMessageBase, nonce)], &nonce, sizeof(nonce));
-    mailbox.Send(peer, message);
-  }
-
-  // Sends our address: in a CONNECT or an ACCEPT.
-  void SendAddress(AppMessageType type) {
-    AppConnectMessage connect = {};
-    connect.base.type = type;
-    connect.addr_size = uint32_t(endpoint.addr.size());
-    std::copy(endpoint.addr.begin(), endpoint.addr.end(), connect.addr);
-    Send(connect);
-  }
-
-  // Server: tells a client which endpoint serves it.
-  void Accept(const AppConnectMessage& connect) {
-    peer = endpoint.AddPeerAddress(AddressIn(connect));
-    nonce = connect.base.nonce;
-    SendAddress(AppMessageType::kAccept);
-  }
-
-  // Server: tells the client why the session ends.
-  void Refuse(const std::string& reason) {
-    Send(AppMessageBase{AppMessageType::kRefused}, reason);
-    leave_at = Clock::now() + kContactGrace;
-  }
-
-  // Returns whether the last messages have left, or have had time to.
-  bool HasLeft() {
-    try {
-      if (Clock::now() < leave_at) endpoint.PollCompletion();
-    } catch (const std::exception&) {
-      return true;
-    }
-    return mailbox.unsent == 0 || Clock::now() >= leave_at;
+  // Client: waits for the next message, and returns its body. Throws if it has
+  // another type.
+  std::string WaitFor(const char* what, AppMessageType type) {
+    WaitUntil(what, [&] { return !inbox.empty(); });
+    return BodyOf(*Take(), type);
   }
 
   // Client: asks the server for an endpoint of its own, and waits for it.
   void Connect(const Address& server_addr) {
     peer = endpoint.AddPeerAddress(server_addr);
-    nonce = std::random_device()();
-    // A signal may come before the first contact, or wait for it. In between,
-    // the shm provider of libfabric 1.17 would end the other process with ours.
-    CheckInterrupted();
-    SendAddress(AppMessageType::kConnect);
-    // Until we are served, we leave the cores to those who are.
-    endpoint.WaitUntil(
-        "sending CONNECT",
-        [this] {
-          std::this_thread::sleep_for(kIdlePause);
-          return mailbox.unsent == 0;
-        },
-        kContactGrace);
-    printf("Sent CONNECT message to server\n");
-    endpoint.WaitUntil("waiting for ACCEPT", [this] {
-      std::this_thread::sleep_for(kIdlePause);
-      return IsAccepted();
-    });
-  }
-
-  // Client: returns whether the server has accepted us. It answers each CONNECT
-  // once: with an ACCEPT or, if it can't serve us yet, a second later with a
-  // WAIT. Then we ask again, which shows that we are still there.
-  bool IsAccepted() {
-    std::optional<Message> message = Take();
-    if (!message) return false;
-    if (TypeOf(*message) == AppMessageType::kWait) {
-      if (!waiting) printf("The server can't serve us yet: waiting\n");
-      waiting = true;
-      SendAddress(AppMessageType::kConnect);
-    }
-    if (TypeOf(*message) != AppMessageType::kAccept) return false;
-    peer = endpoint.AddPeerAddress(
-        AddressIn(ReadConnect(*message, AppMessageType::kAccept)));
-    return true;
+    Send(AppMessageType::kConnect, endpoint.addr);
+    const char* what =
+        "waiting for ACCEPT (is the server running, with the same "
+        "FI_PROVIDER?)";
+    peer = endpoint.AddPeerAddress(WaitFor(what, AppMessageType::kAccept));
   }
 
   // Client: tells the server that we want nothing more, which spares it waiting
   // for our silence.
-  void SayBye(std::chrono::seconds limit = kSilenceLimit) {
+  void SayBye() {
+    Send(AppMessageType::kBye);
     try {
-      Send(AppMessageBase{AppMessageType::kBye});
-      endpoint.WaitUntil(
-          "saying BYE", [this] { return mailbox.unsent == 0; }, kContactGrace,
-          limit);
+      WaitUntil("saying BYE", [&] { return HasSent(); });
     } catch (const std::runtime_error&) {
       // The server will notice our silence.
     }
   }
 };
 
-// The clients that wait to be served. After a second in line it tells them to
-// ask again and forgets them, so only those who are still there stay in it.
-struct WaitingLine {
-  struct Visitor {
-    AppConnectMessage connect;
-    Clock::time_point since = Clock::now();
-  };
-  Domain& domain;
-  std::deque<Visitor> visitors = {};
-  std::deque<Visitor> untold = {};  // no longer in line, and to be told
-  // From which they are told. Their addresses may be invented, and closing it
-  // ends whatever is on its way to them.
-  std::optional<Endpoint> endpoint = {};
-  std::map<Address, fi_addr_t> contacts = {};  // in its address vector
-  Clock::time_point close_at = {};
-
-  // Takes a CONNECT. No address stands in line twice.
-  void Add(const AppConnectMessage& connect) {
-    for (Visitor& visitor : visitors) {
-      if (AddressIn(visitor.connect) != AddressIn(connect)) continue;
-      visitor.connect = connect;
-      return;
-    }
-    if (visitors.size() < kMaxWaiting) visitors.push_back({connect});
-  }
-
-  // Takes all CONNECTs that have come. A message that is none must not hold up
-  // those behind it.
-  void AddAll(Mailbox& listener) {
-    for (size_t i = listener.arrivals.size(); i > 0; --i) {
-      try {
-        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));
-      } catch (const std::exception& e) {
-        fprintf(stderr, "error: %s\n", e.what());
-      }
-    }
-  }
-
-  // Tells those who have been in line for a second to ask again.
-  void TellAll() {
-    Clock::time_point now = Clock::now();
-    if (endpoint && now > close_at) {
-      endpoint.reset();
-      std::erase_if(untold, [&](const Visitor& visitor) {
-        return contacts.contains(AddressIn(visitor.connect));
-      });
-      contacts.clear();
-    }
-    if (endpoint) endpoint->PollCompletion();
-    while (!visitors.empty() && now - visitors.front().since > kAskPeriod) {
-      if (untold.size() < kMaxWaiting) untold.push_back(visitors.front());
-      visitors.pop_front();
-    }
-    if (untold.empty()) return;
-    if (!endpoint) {
-      if (now < close_at) return;  // there was no memory for it
-      close_at = now + kSilenceLimit;
-      endpoint.emplace(domain);
-    }
-    std::erase_if(untold, [&](const Visitor& visitor) {
-      return now - visitor.since > kSilenceLimit || Tell(visitor);
-    });
-  }
-
-  // Tells a client to ask again. libfabric copies so short a message (fi_inject
-  // in fi_msg(3)) and reports no completion. Returns false if it has no room.
-  bool Tell(const Visitor& visitor) {
-    Address address = AddressIn(visitor.connect);
-    bool full = contacts.size() >= kMaxContacts;
-    if (full && !contacts.contains(address)) return false;
-    try {
-      if (!contacts.contains(address)) {
-        contacts[address] = endpoint->AddPeerAddress(address);
-      }
-    } catch (const std::runtime_error& e) {
-      fprintf(stderr, "error: %s\n", e.what());
-      return true;
-    }
-    AppMessageBase wait = {AppMessageType::kWait, visitor.connect.base.nonce};
-    // Closed when nobody waits any more for what it has told, or soon after it
-    // has been used for many.
-    if (!full) {
-      close_at = Clock::now() +
-                 (contacts.size() < kMaxContacts ? kSilenceLimit : kTellGrace);
-    }
-    return fi_inject(endpoint->ep, &wait, sizeof(wait), contacts.at(address)) !=
-           -FI_EAGAIN;
-  }
-};
-
 // ---- The application ----
 
 // Prints how to reach the server.
-void PrintClientCommand(const char* program, const Endpoint& endpoint) {
-  printf("Run the client with the following command:\n  %s%s %s\n",
-         ProviderSetting().c_str(), program, ToHex(endpoint.addr).c_str());
+void PrintClientCommand(const char* program, const Address& addr) {
+  printf("Run the client with the following command:\n  ");
+  const char* provider = getenv("FI_PROVIDER");
+  if (provider != nullptr) printf("FI_PROVIDER='%s' ", provider);
+  printf("%s %s\n", program, ToHex(addr).c_str());
 }
 
-// Prints a line about a client. The number says which one. On a terminal, a
-// line that shows progress is replaced by the next line about the same client.
-void PrintLine(FILE* file, size_t number, const std::string& text,
-               bool progress = false) {
-  static size_t open_line = 0;  // whose line the cursor is in; 0: nobody's
-  if (open_line != 0) {
-    printf(open_line == number ? "\r\033[K" : "\n");
-    fflush(stdout);
-  }
-  progress &= isatty(fileno(file)) == 1;
-  open_line = progress ? number : 0;
-  fprintf(file, "[%zu] %s%s", number, text.c_str(), progress ? "" : "\n");
-  fflush(file);
-}
-
-// Memory that its owner lets the other side use.
+// The answer to a MALLOC: memory that its owner lets the other side use.
 struct AppMemoryRegion {
   uint64_t addr;
   uint64_t size;  // bytes
   uint64_t rkey;
 };
 
-// A request: MALLOC, FREE or USAGE.
-struct AppPoolMessage {
-  AppMessageBase base;
-  uint64_t size;  // bytes; of a MALLOC
-  uint64_t addr;  // of the piece to FREE
-};
-
-// ALIVE. Without requests, a client keeps its place as long as it does
-// something with what it has borrowed.
-struct AppAliveMessage {
-  AppMessageBase base;
-  uint64_t finished;  // READs and WRITEs so far
-};
-
-// The answer to a request. Client and server exchange keys by it: a piece says
-// where it is, how large it is and with which key it can be used.
-struct AppReplyMessage {
-  AppMessageBase base;
-  char error[104];        // why nothing was done; empty if all went well
-  AppMemoryRegion piece;  // of a MALLOC
-  uint64_t bytes_lent;    // to this client
-};
-
-// Divides a range of memory into pieces. Knows them by their offset in bytes,
+// Divides a range of memory into pieces. It knows them by their offset in bytes
 // and never touches the memory, which may be that of a GPU. Each byte belongs
 // to just one piece, lent or free, and no two free pieces are neighbours.
 struct Allocator {
   std::map<size_t, size_t> lent;  // the sizes of pieces, by their offsets
   std::map<size_t, size_t> free;
-  std::set<std::pair<size_t, size_t>> free_by_size;  // (size, offset)
-  size_t bytes_lent = 0;
 
-  explicit Allocator(size_t size) { AddFree(0, size); }
+  explicit Allocator(size_t size) : free({{0, size}}) {}
 
   // Lends the smallest free piece that is large enough, and keeps what remains
   // of it. Returns nothing if there is no such piece.
   std::optional<size_t> Alloc(size_t size) {
-    size_t rounded = std::max<size_t>(size, 1);
-    if (rounded > SIZE_MAX - kPieceAlign) return std::nullopt;
-    rounded = (rounded + kPieceAlign - 1) / kPieceAlign * kPieceAlign;
-    auto best = free_by_size.lower_bound({rounded, 0});
-    if (best == free_by_size.end()) return std::nullopt;
-    auto [free_size, offset] = *best;
-    RemoveFree(offset, free_size);
-    if (free_size > rounded) AddFree(offset + rounded, free_size - rounded);
-    lent[offset] = rounded;
-    bytes_lent += rounded;
+    size = (size + kPieceAlign - 1) / kPieceAlign * kPieceAlign;
+    auto best = free.end();
+    for (auto piece = free.begin(); piece != free.end(); ++piece) {
+      if (piece->second < size) continue;
+      if (best == free.end() || piece->second < best->second) best = piece;
+    }
+    if (best == free.end()) return std::nullopt;
+    auto [offset, free_size] = *best;
+    free.erase(best);
+    if (free_size > size) free[offset + size] = free_size - size;
+    lent[offset] = size;
     return offset;
   }
 
   // Takes a piece back, and joins it with its neighbours if they are free.
-  // Returns its size; 0 if it is not lent.
-  size_t Free(size_t offset) {
-    auto piece = lent.find(offset);
-    if (piece == lent.end()) return 0;
-    size_t piece_size = piece->second;
-    lent.erase(piece);
-    bytes_lent -= piece_size;
-    size_t size = piece_size;
-    auto next = free.lower_bound(offset);
-    if (next != free.begin()) {
-      auto [before, before_size] = *std::prev(next);
-      if (before + before_size == offset) {
-        RemoveFree(before, before_size);
-        offset = before;
-        size += before_size;
-      }
+  void Free(size_t offset) {
+    auto piece = free.insert(lent.extract(offset)).position;
+    auto next = std::next(piece);
+    if (next != free.end() && piece->first + piece->second == next->first) {
+      piece->second += next->second;
+      free.erase(next);
     }
-    if (next != free.end() && next->first == offset + size) {
-      auto [after, after_size] = *next;
-      RemoveFree(after, after_size);
-      size += after_size;
+    if (piece == free.begin()) return;
+    auto before = std::prev(piece);
+    if (before->first + before->second == piece->first) {
+      before->second += piece->second;
+      free.erase(piece);
     }
-    AddFree(offset, size);
-    return piece_size;
-  }
-
-  // Notes that a range is free.
-  void AddFree(size_t offset, size_t size) {
-    free[offset] = size;
-    free_by_size.insert({size, offset});
-  }
-
-  // Forgets a free range: it is lent, or part of a larger one.
-  void RemoveFree(size_t offset, size_t size) {
-    free.erase(offset);
-    free_by_size.erase({size, offset});
   }
 };
 
-// Makes a buffer on the GPU if possible, otherwise in host memory. Returns in
-// words where it is. Defined at the end of this file.
-std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
-                       uint64_t access);
-
 // Memory that is registered once and lent in pieces.
 struct Pool {
-  std::optional<Buffer> buf;
+  Buffer buf;
   Allocator allocator;
   uint64_t base = 0;  // what others have to add to an offset
 
-  Pool(Domain& domain, size_t size) : allocator(size) {
-    // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
-    std::string place = MakeBuffer(buf, domain, size,
-                                   FI_REMOTE_READ | FI_REMOTE_WRITE | FI_RECV);
-    printf("Registered a pool of %zu bytes %s\n", size, place.c_str());
-    // A place in a region is named by its address or, if the provider does
+  Pool(Domain& domain, size_t size, uint64_t access)
+      : buf(domain, size, access, domain.gpu), allocator(size) {
+    // Others name a place in our memory by its address or, if the provider does
     // without FI_MR_VIRT_ADDR, by its distance from the start.
     if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
-      base = reinterpret_cast<uint64_t>(buf->data.get());
+      base = reinterpret_cast<uint64_t>(buf.data.get());
     }
   }
 
-  // Describes in one line what is lent.
-  std::string Usage() const {
-    return "the pool lends " + std::to_string(allocator.bytes_lent) +
-           " bytes in " + std::to_string(allocator.lent.size()) +
-           " pieces, and has " +
-           std::to_string(buf->size - allocator.bytes_lent) + " free in " +
-           std::to_string(allocator.free.size());
+  // Prints what is lent, and in how many pieces the rest is.
+  void PrintUsage() const {
+    size_t bytes_lent = 0;
+    for (auto [offset, size] : allocator.lent) bytes_lent += size;
+    printf("The pool lends %zu bytes in %zu pieces, and has %zu free in %zu\n",
+           bytes_lent, allocator.lent.size(), buf.size - bytes_lent,
+           allocator.free.size());
   }
 };
 
@@ -1198,7 +696,6 @@ struct Pool {
 struct Loan {
   Pool& pool;
   std::set<size_t> pieces;  // their offsets
-  size_t bytes = 0;
 
   explicit Loan(Pool& from) : pool(from) {}
   Loan(const Loan&) = delete;
@@ -1208,302 +705,171 @@ struct Loan {
   }
 };
 
-// A client, and the pieces that it has borrowed.
+// A client, and what it has borrowed.
 struct ServedClient {
   size_t number;  // of the client; begins each line about it
-  AppConnectMessage connect_msg;
   Loan loan;
   Session session;
-  size_t reported_bytes = 0;
-  Clock::time_point reported_at = Clock::now();
-  Clock::time_point worked_at = Clock::now();  // as far as we know
-  uint64_t finished = 0;                       // of the client's operations
-  bool done = false;  // has said BYE or failed; last messages may be leaving
+  bool done = false;  // has said BYE, or its session has failed
 
   // Opens the session. Throws if the machine lacks what that takes.
-  ServedClient(Domain& domain, size_t client_number,
-               const AppConnectMessage& connect, Pool& pool)
-      : number(client_number),
-        connect_msg(connect),
-        loan(pool),
-        session(domain) {}
-
-  // Accepts the client. Throws if its address cannot be right.
-  void Accept() {
-    PrintLine(stdout, number,
-              "Received CONNECT message from client " +
-                  ToHex(AddressIn(connect_msg)));
-    session.Accept(connect_msg);
+  ServedClient(Domain& domain, size_t client_number, const Address& addr,
+               Pool& pool)
+      : number(client_number), loan(pool), session(domain) {
+    session.peer = session.endpoint.AddPeerAddress(addr);
+    session.Send(AppMessageType::kAccept, session.endpoint.addr);
   }
 
   // Does what can be done for the client now. Returns the number of
   // completions. Throws if the client has sent something wrong, or nothing for
   // too long.
   size_t Poll() {
-    if (session.peer == FI_ADDR_UNSPEC) Accept();
-    size_t completions = session.endpoint.PollCompletion();
-    try {
-      // One request at a time, so that no answers pile up if a client does not
-      // take them.
-      while (session.mailbox.unsent == 0) {
-        std::optional<Message> message = session.Take();
-        if (!message) break;
-        if (TypeOf(*message) == AppMessageType::kBye) {
-          PrintLine(stdout, number, "Done.");
-          done = true;
-          return completions;
-        }
-        HandleRequest(*message);
+    size_t completions = session.Poll();
+    while (std::optional<Message> message = session.Take()) {
+      if (message->type == AppMessageType::kBye) {
+        printf("[%zu] Done.\n", number);
+        done = true;
+        return completions;
       }
-    } catch (const std::exception& e) {
-      session.Refuse(e.what());
-      throw;
+      HandleRequest(*message);
     }
-    PrintProgress();
-    session.endpoint.CheckSilence("waiting for the client");
+    CheckSilence(session.heard_at, "waiting for the client");
     return completions;
   }
 
   // Does what the client asks for, and answers.
   void HandleRequest(const Message& message) {
-    AppMessageType type = TypeOf(message);
-    if (type == AppMessageType::kAlive) return HandleAlive(message);
-    worked_at = Clock::now();
-    auto request = ReadMessage<AppPoolMessage>(message, type);
-    AppReplyMessage reply = {};
-    reply.base.type = AppMessageType::kReply;
-    std::string error;
-    switch (type) {
-      case AppMessageType::kMalloc:
-        error = Malloc(request.size, reply);
-        break;
-      case AppMessageType::kFree:
-        error = Free(request.addr);
-        break;
-      case AppMessageType::kUsage:
-        break;
-      default:
-        throw BadMessage("its type is no request");
-    }
-    snprintf(reply.error, sizeof(reply.error), "%s", error.c_str());
-    reply.bytes_lent = loan.bytes;
-    session.Send(reply);
+    if (message.type == AppMessageType::kAlive) return;
+    uint64_t value;  // the size of a MALLOC, or the address of a FREE
+    if (message.body.size() != sizeof(value)) throw BadMessage("request");
+    memcpy(&value, message.body.data(), sizeof(value));
+    if (message.type == AppMessageType::kMalloc) return Malloc(value);
+    BodyOf(message, AppMessageType::kFree);
+    Free(value);
   }
 
-  // Lends a piece. Returns what is wrong, or nothing.
-  std::string Malloc(uint64_t size, AppReplyMessage& reply) {
-    if (size == 0) return "a piece of 0 bytes";
-    if (size > kPoolSize) return "a piece larger than the pool";
-    if (loan.pieces.size() >= kMaxBlocks) return "you have too many pieces";
-    std::optional<size_t> offset = loan.pool.allocator.Alloc(size);
-    if (!offset) return "the pool has no piece of this size left";
+  // Lends a piece.
+  void Malloc(uint64_t size) {
+    std::optional<size_t> offset;
+    if (size > 0 && size <= kPoolSize) offset = loan.pool.allocator.Alloc(size);
+    if (!offset) {
+      return session.Send(AppMessageType::kRefusal,
+                          "the pool has no piece of this size left");
+    }
     loan.pieces.insert(*offset);
-    loan.bytes += loan.pool.allocator.lent[*offset];
-    reply.piece = {loan.pool.base + *offset, size,
-                   fi_mr_key(loan.pool.buf->mr)};
-    return "";
+    AppMemoryRegion piece = {.addr = loan.pool.base + *offset,
+                             .size = size,
+                             .rkey = fi_mr_key(loan.pool.buf.mr)};
+    session.Send(AppMessageType::kReply, BytesOf(&piece, sizeof(piece)));
   }
 
-  // Takes a piece back. Returns what is wrong, or nothing.
-  std::string Free(uint64_t addr) {
-    if (loan.pieces.erase(addr - loan.pool.base) == 0) {
-      return "this piece is not lent to you";
+  // Takes a piece back.
+  void Free(uint64_t addr) {
+    size_t offset = addr - loan.pool.base;
+    if (loan.pieces.erase(offset) == 0) {
+      return session.Send(AppMessageType::kRefusal,
+                          "this piece is not lent to you");
     }
-    loan.bytes -= loan.pool.allocator.Free(addr - loan.pool.base);
-    return "";
-  }
-
-  // Notes whether the client has finished anything since its last ALIVE.
-  void HandleAlive(const Message& message) {
-    auto alive = ReadMessage<AppAliveMessage>(message, AppMessageType::kAlive);
-    if (alive.finished > finished) worked_at = Clock::now();
-    finished = alive.finished;
-  }
-
-  // To be called while others wait for a place. Throws if this client has only
-  // been alive for a long time.
-  void CheckIdle() {
-    if (Clock::now() - worked_at < kIdleLimit) return;
-    session.Refuse("you do nothing, and others wait");
-    throw std::runtime_error("it does nothing, and others wait");
-  }
-
-  // Prints how much of the pool the client has, now and then.
-  void PrintProgress() {
-    Clock::time_point now = Clock::now();
-    if (now - reported_at < kReportPeriod || loan.bytes == reported_bytes) {
-      return;
-    }
-    reported_at = now;
-    reported_bytes = loan.bytes;
-    PrintLine(stdout, number,
-              "has " + std::to_string(loan.bytes) + " bytes in " +
-                  std::to_string(loan.pieces.size()) + " pieces",
-              true);
+    loan.pool.allocator.Free(offset);
+    session.Send(AppMessageType::kReply);
   }
 };
 
-// Asks for an interface that can use GPU memory, if there is a GPU. Defined at
-// the end of this file.
-Info GetInfoWithGpu();
-
 // Runs the server, until a signal ends it.
-int ServerMain(const char* program) {
-  Domain domain(GetInfoWithGpu());
-  Pool pool(domain, kPoolSize);
-  Mailbox listener(domain);
-  WaitingLine line{domain};
+void ServerMain(const char* program, bool gpu) {
+  Domain domain(gpu);
+  // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
+  Pool pool(domain, kPoolSize, FI_REMOTE_READ | FI_REMOTE_WRITE | FI_RECV);
+  printf("Registered a pool of %zu bytes\n", kPoolSize);
+  Session listener(domain);
   std::list<ServedClient> clients;
-  PrintClientCommand(program, listener.endpoint);
-
-  size_t num_clients = 0;        // so far
-  Clock::time_point full_until;  // there is no memory for another one
+  size_t num_clients = 0;  // so far
   size_t empty_polls = 0;
-  Clock::time_point listened_at;
+  PrintClientCommand(program, listener.endpoint.addr);
   while (!g_interrupted) {
     size_t completions = 0;
     try {
-      // Looking at a quiet endpoint costs a system call or more, so the clients
-      // that are served should not have to wait for that too often.
-      if (clients.empty() || Clock::now() - listened_at >= kListenPeriod) {
-        listened_at = Clock::now();
-        completions += listener.endpoint.PollCompletion();
-        line.AddAll(listener);
-        line.TellAll();
-      }
-      bool full = clients.size() >= kMaxClients || Clock::now() < full_until;
-      if (!full && !line.visitors.empty()) {
-        // One at a time: opening an endpoint takes tens of ms over
-        // tcp;ofi_rxm. If that fails, this client keeps its place in the line.
-        full_until = Clock::now() + kAskPeriod;
-        clients.emplace_back(domain, num_clients + 1,
-                             line.visitors.front().connect, pool);
-        full_until = {};
-        ++num_clients;
-        line.visitors.pop_front();
+      completions = listener.Poll();
+      // The others wait in the inbox, until a client leaves.
+      while (clients.size() < kMaxClients && !listener.inbox.empty()) {
+        Address addr = BodyOf(*listener.Take(), AppMessageType::kConnect);
+        printf("[%zu] Received CONNECT message from client %s\n", ++num_clients,
+               ToHex(addr).c_str());
+        clients.emplace_back(domain, num_clients, addr, pool);
       }
     } catch (const std::exception& e) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    size_t left = 0;  // the client that is removed
-    clients.remove_if([&](ServedClient& client) {
+    size_t left = clients.remove_if([&](ServedClient& client) {
       try {
-        if (!client.done) completions += client.Poll();
-        if (!client.done && !line.visitors.empty()) client.CheckIdle();
+        completions += client.Poll();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        PrintLine(stderr, client.number, "error: " + Printable(e.what()));
+        fprintf(stderr, "[%zu] error: %s\n", client.number, e.what());
         client.done = true;
       }
-      // One at a time, to say what the pool lends without it.
-      if (left > 0 || !client.done || !client.session.HasLeft()) return false;
-      left = client.number;
-      return true;
+      return client.done;
     });
-    if (left > 0) PrintLine(stdout, left, pool.Usage());
+    if (left > 0) pool.PrintUsage();
     if (completions > 0) continue;
     // The clients' READs and WRITEs complete nothing here, but many providers
     // do their part of the work only while we poll.
-    if (!clients.empty()) {
-      if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
-      continue;
+    if (clients.empty()) {
+      std::this_thread::sleep_for(kIdlePause);
+    } else if (++empty_polls % kPollsPerYield == 0) {
+      std::this_thread::yield();
     }
-    std::this_thread::sleep_for(kIdlePause);
   }
-  // An ACCEPT on its way is a first contact, too: see Session::Connect.
-  for (ServedClient& client : clients) {
-    client.session.leave_at = Clock::now() + kContactGrace;
-  }
-  while (!clients.empty()) {
-    clients.remove_if([](auto& client) { return client.session.HasLeft(); });
-  }
-  return 0;
-}
-
-// Fills a block with words that depend on its seed and on their place in it.
-void Fill(uint8_t* data, size_t size, uint64_t seed) {
-  for (size_t i = 0; i < size; i += sizeof(uint64_t)) {
-    uint64_t word = (seed + i) * 0x9e3779b97f4a7c15;
-    memcpy(data + i, &word, std::min(sizeof(word), size - i));
-  }
-}
-
-// Returns whether Fill has filled a block.
-bool IsFilled(const uint8_t* data, size_t size, uint64_t seed) {
-  std::vector<uint8_t> expected(size);
-  Fill(expected.data(), size, seed);
-  return memcmp(data, expected.data(), size) == 0;
 }
 
 // What the client does with the server's memory.
 struct MallocClient {
-  // Our own pool: whatever we WRITE or READ has its place here, and needs no
-  // registration of its own.
-  Buffer buf;
-  Allocator allocator{kClientPoolSize};
+  Pool pool;  // our own: whatever we WRITE or READ has its place here
+  std::optional<Buffer> other;  // a buffer outside of it
   Session session;
-  size_t outstanding = 0;   // READs and WRITEs in flight
-  uint64_t finished = 0;    // those that have completed
-  size_t wrong_blocks = 0;  // whose data is not what we wrote
   Clock::time_point alive_at;
 
   explicit MallocClient(Domain& domain)
-      : buf(domain, kClientPoolSize, FI_READ | FI_WRITE), session(domain) {}
+      : pool(domain, kClientPoolSize, FI_READ | FI_WRITE), session(domain) {}
 
   // Waits until `done` returns true. Tells the server now and then that we are
-  // alive: it sees nothing of our READs and WRITEs.
+  // alive: it sees nothing of our READs and WRITEs. After a signal nothing is
+  // ever done, but what is in flight has time to complete.
   void WaitUntil(const char* what, const std::function<bool()>& done) {
-    session.endpoint.WaitUntil(what, [&] {
-      if (done()) return true;
-      Clock::time_point now = Clock::now();
-      if (now - alive_at > kAlivePeriod && session.mailbox.unsent == 0) {
-        alive_at = now;
-        session.Send(AppAliveMessage{{AppMessageType::kAlive}, finished});
+    session.WaitUntil(what, [&] {
+      if (!g_interrupted && done()) return true;
+      if (Clock::now() - alive_at > kAlivePeriod && session.HasSent()) {
+        alive_at = Clock::now();
+        session.Send(AppMessageType::kAlive);
       }
       return false;
     });
   }
 
-  // Waits for what is in flight, but not for long. The tcp provider of
-  // libfabric 1.17 crashes if its endpoint is closed while READs are in flight.
-  void Drain() {
-    Clock::time_point end = Clock::now() + kDrainLimit;
-    while (outstanding > 0 && Clock::now() < end) {
-      try {
-        session.endpoint.PollCompletion();
-      } catch (const std::exception&) {
-        // The error that has brought us here is the one to report.
-      }
+  // Asks the server for something, and returns its answer.
+  std::string Ask(AppMessageType type, uint64_t value) {
+    session.Send(type, BytesOf(&value, sizeof(value)));
+    WaitUntil("waiting for an answer", [&] { return !session.inbox.empty(); });
+    Message reply = *session.Take();
+    if (reply.type == AppMessageType::kRefusal) {
+      throw std::runtime_error("the server refuses: " + reply.body);
     }
-  }
-
-  // Sends a request and waits for the answer. Throws if the server refuses.
-  AppReplyMessage Ask(const AppPoolMessage& request) {
-    session.Send(request);
-    std::optional<Message> message;
-    WaitUntil("waiting for an answer", [&] {
-      message = session.Take();
-      return message.has_value();
-    });
-    auto reply = ReadMessage<AppReplyMessage>(*message, AppMessageType::kReply);
-    reply.error[sizeof(reply.error) - 1] = 0;
-    if (reply.error[0] != 0) {
-      throw std::runtime_error("the server refuses: " + Printable(reply.error));
-    }
-    return reply;
+    return BodyOf(reply, AppMessageType::kReply);
   }
 
   // Borrows memory of the server. What we get can be READ and written.
   AppMemoryRegion RemoteMalloc(size_t size) {
-    AppMemoryRegion piece = Ask({{AppMessageType::kMalloc}, size, 0}).piece;
-    if (piece.size != size) throw BadMessage("a piece of another size");
+    std::string body = Ask(AppMessageType::kMalloc, size);
+    AppMemoryRegion piece = {};
+    body.copy(reinterpret_cast<char*>(&piece), sizeof(piece));
+    if (piece.size != size) throw BadMessage("piece");
     return piece;
   }
 
   // Gives a piece back.
   void RemoteFree(const AppMemoryRegion& piece) {
-    Ask({{AppMessageType::kFree}, 0, piece.addr});
+    Ask(AppMessageType::kFree, piece.addr);
   }
 
   // Takes memory from our own pool, for a READ or a WRITE. If there is none
@@ -1511,297 +877,195 @@ struct MallocClient {
   size_t LocalMalloc(size_t size) {
     std::optional<size_t> offset;
     WaitUntil("waiting for READs and WRITEs", [&] {
-      if (outstanding < kMaxOutstanding && session.endpoint.HasRoom()) {
-        offset = allocator.Alloc(size);
-        if (!offset && outstanding == 0) {
-          throw std::runtime_error("our own pool has no piece of " +
-                                   std::to_string(size) + " bytes left");
-        }
-      }
+      if (session.endpoint.HasRoom()) offset = pool.allocator.Alloc(size);
       return offset.has_value();
     });
     return *offset;
   }
 
-  // WRITEs a part of a buffer to a piece, or READs the piece into it, and calls
+  // WRITEs data from our buffer to a piece, or READs the piece into the buffer.
+  // Takes the length from the piece: nothing else keeps us within it. Calls
   // back when that has completed.
-  void Post(RdmaOpType type, const AppMemoryRegion& piece, Buffer& local,
-            size_t offset, size_t size,
-            std::function<void()> completed = nullptr) {
-    if (size > piece.size) throw std::runtime_error("beyond the piece");
-    ++outstanding;
+  void Post(RdmaOpType type, const AppMemoryRegion& piece, Buffer& buf,
+            size_t offset, std::function<void()> completed) {
     session.endpoint.Post({.type = type,
                            .peer = session.peer,
-                           .buf = &local,
-                           .len = size,
+                           .buf = &buf,
+                           .len = piece.size,
                            .offset = offset,
                            .remote_addr = piece.addr,
                            .remote_key = piece.rkey,
-                           .callback = [this, completed = std::move(completed)](
-                                           const RdmaOp& op) {
-                             --outstanding;
-                             ++finished;
+                           .callback = [this, completed](const RdmaOp& op) {
                              op.Check();
-                             if (completed) completed();
+                             session.heard_at = Clock::now();
+                             completed();
                            }});
   }
 
-  // Waits until everything that was posted has completed.
-  void WaitForAll() {
+  // Waits until all that was posted on a buffer has completed.
+  void WaitForAll(const Buffer& buf) {
     WaitUntil("waiting for READs and WRITEs",
-              [this] { return outstanding == 0; });
+              [&] { return buf.in_flight == 0; });
   }
 };
 
-// Returns the seconds since a point in time.
-double SecondsSince(Clock::time_point start) {
-  return std::chrono::duration<double>(Clock::now() - start).count();
-}
-
-// Prints how long a transfer took, and how fast that is.
-void PrintRate(const char* what, size_t bytes, double seconds) {
-  printf("%s %.3f MB: %.3f s, %.3f Gbps\n", what,
-         1e-6 * static_cast<double>(bytes), seconds,
-         8e-9 * static_cast<double>(bytes) / seconds);
+// Makes data that depends on the seed.
+std::string MakeData(size_t size, uint64_t seed) {
+  std::mt19937_64 generator(seed);
+  std::vector<uint64_t> words((size + 7) / sizeof(uint64_t));
+  for (uint64_t& word : words) word = generator();
+  return BytesOf(words.data(), size);
 }
 
 // Borrows pieces of random sizes, fills them, reads them back, compares, and
 // gives them back in another order.
-void UseBlocks(MallocClient& client, size_t num_blocks) {
+void UsePieces(MallocClient& client, size_t num_pieces) {
+  Pool& pool = client.pool;
   std::mt19937_64 random{std::random_device{}()};
   std::vector<AppMemoryRegion> pieces;
   size_t total = 0;
-  Clock::time_point start = Clock::now();
-  for (size_t i = 0; i < num_blocks; ++i) {
-    pieces.push_back(client.RemoteMalloc(1 + random() % kMaxBlockSize));
+  for (size_t i = 0; i < num_pieces; ++i) {
+    pieces.push_back(client.RemoteMalloc(1 + random() % kMaxPieceSize));
     total += pieces.back().size;
   }
-  printf("Borrowed %zu pieces, %.3f MB: %.3f s\n", num_blocks,
-         1e-6 * static_cast<double>(total), SecondsSince(start));
+  printf("Borrowed %zu pieces, %.3f MB.\n", num_pieces, 1e-6 * double(total));
 
   uint64_t seed = random();
-  start = Clock::now();
-  for (size_t i = 0; i < num_blocks; ++i) {
+  for (size_t i = 0; i < num_pieces; ++i) {
     size_t size = pieces[i].size;
     size_t offset = client.LocalMalloc(size);
-    Fill(&client.buf.data[offset], size, seed + i);
-    client.Post(RdmaOpType::kWrite, pieces[i], client.buf, offset, size,
-                [&client, offset] { client.allocator.Free(offset); });
+    pool.buf.Copy(&pool.buf.data[offset], MakeData(size, seed + i).data(),
+                  size);
+    client.Post(RdmaOpType::kWrite, pieces[i], pool.buf, offset,
+                [&pool, offset] { pool.allocator.Free(offset); });
   }
-  client.WaitForAll();
-  PrintRate("Filled them by WRITE,", total, SecondsSince(start));
+  client.WaitForAll(pool.buf);
+  printf("Filled them by WRITE.\n");
 
   // All WRITEs have completed, so a READ finds what they have written.
-  start = Clock::now();
-  for (size_t i = 0; i < num_blocks; ++i) {
+  const std::string zeros(kMaxPieceSize, 0);
+  for (size_t i = 0; i < num_pieces; ++i) {
     size_t size = pieces[i].size;
     size_t offset = client.LocalMalloc(size);
-    memset(&client.buf.data[offset], 0, size);
-    client.Post(RdmaOpType::kRead, pieces[i], client.buf, offset, size,
-                [&client, offset, size, seed = seed + i] {
-                  client.wrong_blocks +=
-                      !IsFilled(&client.buf.data[offset], size, seed);
-                  client.allocator.Free(offset);
+    pool.buf.Copy(&pool.buf.data[offset], zeros.data(), size);
+    client.Post(RdmaOpType::kRead, pieces[i], pool.buf, offset,
+                [&pool, offset, size, seed = seed + i] {
+                  if (pool.buf.gpu) CudaFlushWrites();
+                  std::string data(size, 0);
+                  pool.buf.Copy(data.data(), &pool.buf.data[offset], size);
+                  if (data != MakeData(size, seed)) {
+                    throw std::runtime_error("the data is not correct");
+                  }
+                  pool.allocator.Free(offset);
                 });
   }
-  client.WaitForAll();
-  PrintRate("READ and compared", total, SecondsSince(start));
-  if (client.wrong_blocks > 0) {
-    throw std::runtime_error("the data of " +
-                             std::to_string(client.wrong_blocks) +
-                             " pieces is not correct");
-  }
+  client.WaitForAll(pool.buf);
+  printf("READ and compared them.\n");
 
   std::shuffle(pieces.begin(), pieces.end(), random);
-  start = Clock::now();
   for (const AppMemoryRegion& piece : pieces) client.RemoteFree(piece);
-  printf("Gave them back: %.3f s\n", SecondsSince(start));
+  printf("Gave them back.\n");
 }
 
-// Measurements of one kind. An object of ours like any other, except that it is
-// born in registered memory and can travel as it is.
-struct Samples {
-  uint64_t count = 0;
-  double us[1000] = {};
-
-  // Adds the time since `start`.
-  void Add(Clock::time_point start) { us[count++] = 1e6 * SecondsSince(start); }
-
-  // Returns whether there are enough samples.
-  bool Full() const { return count == std::size(us); }
-
-  // The time that `percent` of the samples do not exceed. To be called once
-  // they are sorted.
-  double Percentile(size_t percent) const {
-    return us[(count - 1) * percent / 100];
-  }
-};
-
-// Compares what the chapter compares. `own` is a buffer outside of the pool.
-void Measure(MallocClient& client, Domain& domain, std::optional<Buffer>& own) {
-  constexpr size_t kSize = 64;
-  AppMemoryRegion piece = client.RemoteMalloc(kMaxBlockSize);
-  size_t offset = client.LocalMalloc(kMaxBlockSize);
-
-  // An object in our pool. It fills itself while we measure, then it is sorted
-  // where it is, travels, and comes back to another place.
-  size_t born_at = client.LocalMalloc(sizeof(Samples));
-  auto* samples = new (&client.buf.data[born_at]) Samples;
-  Clock::time_point begin = Clock::now();
-  while (!samples->Full() && SecondsSince(begin) < kMeasureSeconds) {
+// Prints the median time that something takes.
+void PrintMedian(const char* what, const std::function<void()>& something) {
+  std::vector<double> us;
+  for (size_t i = 0; i < kSamples; ++i) {
     Clock::time_point start = Clock::now();
-    client.Post(RdmaOpType::kRead, piece, client.buf, offset, kSize);
-    client.WaitForAll();
-    samples->Add(start);
+    something();
+    us.push_back(std::chrono::duration<double, std::micro>(Clock::now() - start)
+                     .count());
   }
-  std::sort(samples->us, samples->us + samples->count);
-  AppMemoryRegion remote = client.RemoteMalloc(sizeof(Samples));
-  client.Post(RdmaOpType::kWrite, remote, client.buf, born_at, sizeof(Samples));
-  client.WaitForAll();
-  size_t back_at = client.LocalMalloc(sizeof(Samples));
-  client.Post(RdmaOpType::kRead, remote, client.buf, back_at, sizeof(Samples));
-  client.WaitForAll();
-  auto* back = reinterpret_cast<Samples*>(&client.buf.data[back_at]);
-  if (memcmp(samples, back, sizeof(Samples)) != 0) {
-    throw std::runtime_error("the object came back changed");
-  }
-  Samples messages;
-  begin = Clock::now();
-  while (!messages.Full() && SecondsSince(begin) < kMeasureSeconds) {
-    Clock::time_point start = Clock::now();
-    client.Ask({{AppMessageType::kUsage}, 0, 0});
-    messages.Add(start);
-  }
-  std::sort(messages.us, messages.us + messages.count);
-  printf("READ of %zu bytes: median %.2f us, 99th percentile %.2f us\n", kSize,
-         back->Percentile(50), back->Percentile(99));
-  printf("Message there and back: median %.2f us, 99th percentile %.2f us\n",
-         messages.Percentile(50), messages.Percentile(99));
+  std::sort(us.begin(), us.end());
+  printf("%s: median %.2f us\n", what, us[kSamples / 2]);
+}
 
-  // What registering costs if it is done for each transfer.
-  constexpr size_t kTransferSize = 64 * 1024;
-  Samples writes[3];
-  for (size_t i = 0; i < 3; ++i) {
-    begin = Clock::now();
-    while (!writes[i].Full() && SecondsSince(begin) < kMeasureSeconds) {
-      Clock::time_point start = Clock::now();
-      if (i > 0) own.emplace(domain, kTransferSize, FI_WRITE);
-      if (i > 1) client.Ask({{AppMessageType::kUsage}, 0, 0});
-      client.Post(RdmaOpType::kWrite, piece, own ? *own : client.buf,
-                  own ? 0 : offset, kTransferSize);
-      client.WaitForAll();
-      writes[i].Add(start);
-    }
-    std::sort(writes[i].us, writes[i].us + writes[i].count);
-  }
-  printf(
-      "WRITE of %zu bytes: median %.2f us from the pool, %.2f us from a buffer "
-      "made for it, %.2f us with a question before it, too\n",
-      kTransferSize, writes[0].Percentile(50), writes[1].Percentile(50),
-      writes[2].Percentile(50));
-
-  client.RemoteFree(remote);
-  client.RemoteFree(piece);
-  for (size_t at : {offset, born_at, back_at}) client.allocator.Free(at);
+// Compares what the chapter compares.
+void Measure(MallocClient& client) {
+  constexpr size_t kSize = 65536;
+  AppMemoryRegion small = client.RemoteMalloc(64);
+  AppMemoryRegion large = client.RemoteMalloc(kSize);
+  Pool& pool = client.pool;
+  size_t offset = client.LocalMalloc(kSize);
+  auto transfer = [&](RdmaOpType type, const AppMemoryRegion& piece,
+                      Buffer& buf, size_t at) {
+    client.Post(type, piece, buf, at, [] {});
+    client.WaitForAll(buf);
+  };
+  PrintMedian("READ of 64 bytes",
+              [&] { transfer(RdmaOpType::kRead, small, pool.buf, offset); });
+  PrintMedian("WRITE of 65536 bytes",
+              [&] { transfer(RdmaOpType::kWrite, large, pool.buf, offset); });
+  PrintMedian("WRITE of 65536 bytes from a buffer made for it", [&] {
+    client.other.emplace(client.session.domain, kSize, FI_WRITE, pool.buf.gpu);
+    transfer(RdmaOpType::kWrite, large, *client.other, 0);
+  });
+  PrintMedian("WRITE of 65536 bytes to a piece borrowed for it", [&] {
+    AppMemoryRegion piece = client.RemoteMalloc(kSize);
+    transfer(RdmaOpType::kWrite, piece, pool.buf, offset);
+    client.RemoteFree(piece);
+  });
+  client.RemoteFree(small);
+  client.RemoteFree(large);
 }
 
 // Runs the client. Throws unless it gets what it asks for.
-int ClientMain(const Address& server_addr, size_t num_blocks) {
-  // Our own pool is in host memory, but the server's may be on a GPU.
-  Domain domain(GetInfoWithGpu());
-  std::optional<Buffer> own;
+void ClientMain(const Address& server_addr, bool gpu, size_t num_pieces) {
+  Domain domain(gpu);
   MallocClient client(domain);
   client.session.Connect(server_addr);
-  try {
-    UseBlocks(client, num_blocks);
-    Measure(client, domain, own);
-    AppReplyMessage usage = client.Ask({{AppMessageType::kUsage}, 0, 0});
-    if (usage.bytes_lent != 0) {
-      throw std::runtime_error("the server still lends us " +
-                               std::to_string(usage.bytes_lent) + " bytes");
-    }
-  } catch (...) {
-    client.Drain();
-    client.session.SayBye(kContactGrace);
-    throw;
-  }
-  printf("The server lends us nothing any more.\n");
+  UsePieces(client, num_pieces);
+  Measure(client);
   client.session.SayBye();
   printf("Data is correct.\n");
-  return 0;
 }
 
 // ---- Command line ----
 
-// Prints the interfaces found, a line each.
-int ListMain() {
-  Info list = GetInfo();
-  // An interface may appear several times, with different capabilities.
-  std::set<std::string> seen;
-  for (fi_info* info = list.get(); info != nullptr; info = info->next) {
-    std::string line = Describe(info);
-    if (seen.insert(line).second) printf("%s\n", line.c_str());
-  }
-  return 0;
-}
-
 constexpr const char* kUsage =
     "Usage:\n"
-    "  8_malloc\n"
+    "  8_malloc [--gpu]\n"
     "      Run the server.\n"
-    "  8_malloc ADDRESS [BLOCKS]\n"
-    "      Borrow BLOCKS pieces of its memory, use them and give them back\n"
-    "      (64).\n"
-    "  8_malloc --list\n"
-    "      List the interfaces found, the one it uses first.\n"
-    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
+    "  8_malloc [--gpu] ADDRESS [PIECES]\n"
+    "      Borrow pieces of its memory, use them and give them back (64).\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n"
+    "With --gpu, this side's pool is in the memory of the first GPU.\n";
 
-// Reads a number of at least 1. Throws std::invalid_argument.
-size_t ParseNumber(const char* name, const std::string& text) {
+// Reads a number from 1 to `max`. Throws std::invalid_argument.
+size_t ParseNumber(const std::string& text, size_t max) {
   size_t number = 0;
   const char* end = text.data() + text.size();
   auto result = std::from_chars(text.data(), end, number);
-  if (result.ec != std::errc() || result.ptr != end || number == 0) {
-    throw std::invalid_argument(std::string(name) +
-                                " is not a number of at least 1: \"" +
-                                text.substr(0, 80) + "\"");
+  if (result.ec != std::errc() || result.ptr != end || number < 1 ||
+      number > max) {
+    throw std::invalid_argument("not a number from 1 to " +
+                                std::to_string(max) + ": " + text);
   }
   return number;
 }
 
-// Lets this process open as many files as it may: each connection takes some.
-void RaiseFileLimit() {
-  rlimit limit = {};
-  getrlimit(RLIMIT_NOFILE, &limit);
-  limit.rlim_cur = limit.rlim_max;
-  setrlimit(RLIMIT_NOFILE, &limit);
-}
-
 int main(int argc, char** argv) {
   std::vector<std::string> args(argv + 1, argv + argc);
-  // Otherwise our lines would go into the first files that libfabric opens.
-  for (int fd : {0, 1, 2}) {
-    if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);
-  }
   setvbuf(stdout, nullptr, _IOLBF, 0);  // whole lines, also into a pipe
-  InstallSignalHandlers();
-  RaiseFileLimit();
-  // Has ofi_rxm look for new connections each millisecond instead of each ten.
-  setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);
+  CatchSignals();
   try {
-    if (args.empty()) return ServerMain(argv[0]);
+    bool gpu = !args.empty() && args[0] == "--gpu";
+    if (gpu) args.erase(args.begin());
+    if (gpu) CudaAlloc(1);  // throws if there is none
+    if (args.empty()) {
+      ServerMain(argv[0], gpu);
+      return 0;
+    }
     if (args[0] == "--help") {
       printf("%s", kUsage);
       return 0;
     }
-    if (args[0] == "--list" && args.size() == 1) return ListMain();
-    if (args.size() > 2) throw std::invalid_argument("too many arguments");
-    size_t num_blocks = args.size() > 1 ? ParseNumber("BLOCKS", args[1]) : 64;
-    if (num_blocks > kMaxBlocks) {
-      throw std::invalid_argument("BLOCKS is more than " +
-                                  std::to_string(kMaxBlocks));
+    if (args.size() > 2) {
+      throw std::invalid_argument("wrong number of arguments");
     }
-    return ClientMain(ParseAddress(args[0]), num_blocks);
+    size_t num_pieces = args.size() > 1 ? ParseNumber(args[1], kMaxPieces) : 64;
+    ClientMain(ParseAddress(args[0]), gpu, num_pieces);
+    return 0;
   } catch (const std::invalid_argument& e) {
     fprintf(stderr, "error: %s\n%s", e.what(), kUsage);
     return 2;
@@ -1817,74 +1081,53 @@ int main(int argc, char** argv) {
 
 #include <cuda_runtime.h>
 
-// Why there is no GPU, in words.
-constexpr const char* kNoGpu = "no GPU";
-
 // Throws if a function of CUDA has failed.
 void CudaCheck(cudaError_t ret, const char* what) {
   if (ret == cudaSuccess) return;
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
 }
 
-// Returns the first GPU that CUDA_VISIBLE_DEVICES allows; -1 if there is none.
-int FindGpu() {
-  int count = 0;
-  return cudaGetDeviceCount(&count) == cudaSuccess && count > 0 ? 0 : -1;
-}
-
 // Frees memory of CudaAlloc.
 void CudaFree(void* data) { cudaFree(data); }
 
-// Allocates zeroed memory.
+// Allocates zeroed memory, on the first GPU that CUDA_VISIBLE_DEVICES allows.
 Memory CudaAlloc(size_t size) {
   void* data = nullptr;
   CudaCheck(cudaMalloc(&data, size), "cudaMalloc");
-  Memory memory(static_cast<uint8_t*>(data), CudaFree);
+  Memory memory(static_cast<char*>(data), CudaFree);
   CudaCheck(cudaMemset(data, 0, size), "cudaMemset");
   CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return memory;
 }
 
-#else  // Built without CUDA: no GPU is found, and nothing else is called.
+// Copies between host and GPU, in either direction. cudaMemcpy may return
+// before the copy has ended, and the adapter would then send what was there
+// before.
+void CudaCopy(void* to, const void* from, size_t size) {
+  CudaCheck(cudaMemcpy(to, from, size, cudaMemcpyDefault), "cudaMemcpy");
+  CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
 
-// Why there is no GPU, in words.
-constexpr const char* kNoGpu = "built without CUDA";
+// Makes data that an adapter has written visible to the GPU. The completion is
+// in host memory and the data in GPU memory, where work that is running may
+// still see old data. Call it between the completion and the use of the data.
+void CudaFlushWrites() {
+  int ordering = 0;
+  CudaCheck(cudaDeviceGetAttribute(&ordering,
+                                   cudaDevAttrGPUDirectRDMAWritesOrdering, 0),
+            "cudaDeviceGetAttribute");
+  // Some GPUs keep the order by themselves, and may have no flush.
+  if (ordering >= cudaGPUDirectRDMAWritesOrderingOwner) return;
+  CudaCheck(cudaDeviceFlushGPUDirectRDMAWrites(
+                cudaFlushGPUDirectRDMAWritesTargetCurrentDevice,
+                cudaFlushGPUDirectRDMAWritesToOwner),
+            "cudaDeviceFlushGPUDirectRDMAWrites");
+}
 
-int FindGpu() { return -1; }
-Memory CudaAlloc(size_t) { return {nullptr, free}; }
+#else
+
+Memory CudaAlloc(size_t) { throw std::runtime_error("built without CUDA"); }
+void CudaCopy(void*, const void*, size_t) {}
+void CudaFlushWrites() {}
 
 #endif
-
-// Does the same as GetInfo, but asks for GPU memory (FI_HMEM) if there is a GPU
-// and the interface that we would use anyway supports it. We do not change to
-// another interface for it: a libfabric without CUDA would offer shm, which
-// reaches nobody outside this host.
-Info GetInfoWithGpu() {
-  Info plain = GetInfo();
-  if (FindGpu() < 0) return plain;
-  try {
-    return GetInfo(kCaps | FI_HMEM, plain.get());
-  } catch (const std::runtime_error&) {
-    return plain;
-  }
-}
-
-// See its declaration. What has kept it from the GPU is in the answer.
-std::string MakeBuffer(std::optional<Buffer>& buf, Domain& domain, size_t size,
-                       uint64_t access) {
-  std::string reason = kNoGpu;
-  int gpu = FindGpu();
-  if (gpu >= 0 && (domain.info->caps & FI_HMEM) == 0) {
-    reason = std::string(domain.info->fabric_attr->prov_name) +
-             " offers no GPU memory";
-  } else if (gpu >= 0) {
-    try {
-      buf.emplace(domain, size, access, gpu);
-      return "on cuda:" + std::to_string(gpu);
-    } catch (const std::runtime_error& e) {
-      reason = e.what();
-    }
-  }
-  buf.emplace(domain, size, access);
-  return "in host memory (" + reason + ")";
-}

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from fakes import Borrower
-from messages import alive
+from messages import ALIVE, plain
 
 pytestmark = pytest.mark.builds("plain")
 
@@ -41,7 +41,7 @@ def test_holes(run, serve):
         clients[-1].borrow(size)
         # It may take long to start them on a busy machine.
         for client in clients:
-            client.send(alive())
+            client.send(plain(ALIVE))
     # The last ones lie at the end, so what becomes free is a hole at first.
     first, _, third, fourth, last = clients
     assert free_pieces(third.leave()) == (50 << 20, 1, 50 << 20)

@@ -10,7 +10,7 @@ import time
 
 from harness import BUILD, provider_in
 from messages import (ACCEPT, BYE, CONNECT, CREDIT, FILE_ALIVE, FREE, MALLOC,
-                      READY, REFUSED, REPLY, WAIT, address_message, base, crowd_base,
+                      READY, REFUSAL, REFUSED, REPLY, WAIT, address_message, base, crowd_base,
                       crowd_connect, crowd_request, plain, put, read_address, read_crowd,
                       read_reply, request, type_and_nonce, type_of, with_nonce)
 from table import TABLE
@@ -191,23 +191,28 @@ class Borrower(FakeClient):
         super().__init__(run, server)
         self.open_session()
 
-    def ask(self, type_, size=0, addr=0):
-        self.process.write(self.send_line(request(type_, size, addr)))
-        message = self.receive()
-        assert message[:8] == base(REPLY), message
-        return read_reply(message)
+    def ask(self, type_, number):
+        """Asks for something. Returns the answer."""
+        self.process.write(self.send_line(request(type_, number)))
+        return self.receive()
 
     def borrow(self, size):
-        reply = self.ask(MALLOC, size)
-        assert not reply.error and reply.size == size
-        return reply.addr
+        piece = read_reply(self.ask(MALLOC, size))
+        assert piece.size == size
+        return piece
 
-    def give_back(self, addr):
-        assert not self.ask(FREE, addr=addr).error
+    def give_back(self, piece):
+        assert self.ask(FREE, piece.addr) == plain(REPLY)
+
+    def refused(self, type_, number):
+        """Asks for what can't be. Returns the reason."""
+        answer = self.ask(type_, number)
+        assert type_of(answer) == REFUSAL
+        return answer[len(plain(0)):].decode()
 
     def leave(self):
         """Says BYE. Returns what the server then prints about its pool."""
-        self.send(base(BYE))
+        self.send(plain(BYE))
         self.expect("Done")
         return self.server.pool_line(self.number)
 

@@ -32,7 +32,7 @@ import traceback
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
 from messages import (ACCEPT, ALIVE, APPEND, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE,
                       DONE, END, FILE_ALIVE, FREE, GET, JOIN, LONGEST, MALLOC, PUT,
-                      RANDOM_FILL, REPORT, STORE, TABLE_ALIVE, TEXT, USAGE, WAIT, base,
+                      RANDOM_FILL, REPORT, STORE, TABLE_ALIVE, TEXT, WAIT, base,
                       read_address, read_crowd, with_nonce)
 from repository import ROOT
 
@@ -48,12 +48,11 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # The messages of these begin with nothing but the type, those of 13_crowd with a number
 # and a nonce, and all others with a nonce.
-PLAIN = ["5_reverse", "6_write", "7_queue"]
+PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc"]
 # The fields behind that: in the letters of Python's struct, except "bytes" (any number of
 # them) and "numbers" (any number of uint32_t).
 PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
 PLAIN_FILL = [*PLACE, ("page_size", "I"), ("imm_data", "I")]
-POOL = [("size", "Q"), ("addr", "Q")]
 IN_A_CROWD = [("number", "I"), ("nonce", "I")]
 GUARDED = {
     "CONNECT": (CONNECT, [("addr_size", "I"), ("addr", "256s")]),
@@ -62,10 +61,6 @@ GUARDED = {
     "RANDOM_FILL": (RANDOM_FILL, [
         ("imm_data", "I"), ("num_pages", "I"), *PLACE, ("page_size", "Q"),
         ("total_repeat", "Q"), ("page_idx", "numbers")]),
-    "MALLOC": (MALLOC, POOL),
-    "FREE": (FREE, POOL),
-    "USAGE": (USAGE, POOL),
-    "ALIVE of 8_malloc": (ALIVE, [("finished", "Q")]),
     "PUT": (PUT, [("file_size", "Q"), ("num_slots", "I"), ("name", "252s")]),
     "CHUNK": (CHUNK, [("chunks", "numbers")]),
     "END": (END, [("checksum", "Q")]),
@@ -84,6 +79,9 @@ FORMATS = {
     "RANDOM_FILL of 6_write": (RANDOM_FILL, [*PLAIN_FILL, ("page_idx", "numbers")]),
     "RANDOM_FILL of 7_queue": (RANDOM_FILL, [*PLAIN_FILL, ("total_repeat", "Q"),
                                              ("page_idx", "numbers")]),
+    "MALLOC": (MALLOC, [("size", "Q")]),
+    "FREE": (FREE, [("addr", "Q")]),
+    "ALIVE of 8_malloc": (ALIVE, []),
     "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr_size", "I"),
                                       ("addr", "256s")]),
     "BYE of 13_crowd": (BYE, IN_A_CROWD),
@@ -190,7 +188,7 @@ def session_of_fills(kind, rng, number):
 
 
 def session_of_requests(rng, number):
-    names = [rng.choice(["MALLOC", "MALLOC", "FREE", "USAGE", "ALIVE of 8_malloc"])
+    names = [rng.choice(["MALLOC", "MALLOC", "FREE", "ALIVE of 8_malloc"])
              for _ in range(rng.randrange(1, 5))]
     return [Message(name, size=rng.choice([1, 64, 5000, 1 << 20]),
                     addr=rng.getrandbits(48)) for name in names]
@@ -551,7 +549,7 @@ class Fuzzer:
     def check_nothing_left(self):
         if self.program == "8_malloc":
             lines = [line for line in self.server.process.lines
-                     if "the pool lends" in line]
+                     if "The pool lends" in line]
             assert "lends 0 bytes in 0 pieces" in lines[-1], lines[-1]
         if self.program == "9_file":
             left = [name for name in os.listdir(self.server.folder)

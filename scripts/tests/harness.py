@@ -291,7 +291,8 @@ class Server:
 
     def pool_line(self, number, timeout=40):
         """What 8_malloc has printed about its pool after a client has gone."""
-        return self.process.wait_for(rf"^\[{number}\] (the pool .*)$", timeout)[1]
+        return self.process.wait_for(
+            rf"^\[{number}\] (?:Done|error: ).*\n(?:.*\n)*?(The pool .*)$", timeout)[1]
 
     def stop(self, signum=signal.SIGTERM):
         """Ends the server as a user would, and checks how it ends."""

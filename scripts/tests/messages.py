@@ -8,7 +8,7 @@ LONGEST = 65536  # bytes of a message
 CONNECT, ACCEPT, BYE, WAIT, REFUSED = range(1, 6)
 TEXT = 6  # of 5_reverse and 12_sleep
 RANDOM_FILL, PROGRESS = 6, 7  # of 6_write, 7_queue, 11_rails and 14_strangers
-MALLOC, FREE, USAGE, REPLY, ALIVE = range(6, 11)  # of 8_malloc
+MALLOC, FREE, REPLY, REFUSAL, ALIVE = range(6, 11)  # of 8_malloc
 PUT, READY, CHUNK, CREDIT, END, SAVED, FILE_ALIVE = range(6, 13)  # of 9_file
 JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
 # Of 13_crowd, which knows no WAIT.
@@ -16,7 +16,7 @@ CROWD_REFUSED, GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(4, 11)
 
 
 def plain(type_):
-    """The beginning of each message of 5_reverse, 6_write and 7_queue."""
+    """The beginning of each message of 5 to 8."""
     return struct.pack("<I", type_)
 
 
@@ -89,33 +89,30 @@ def read_guarded_fill(message):
     return addr, key, imm_data
 
 
-def request(type_, size=0, addr=0):
-    """A message to the server of 8_malloc."""
-    return base(type_) + struct.pack("<2Q", size, addr)
+def request(type_, number):
+    """To the server of 8_malloc: the size of a MALLOC, or the address of a FREE."""
+    return plain(type_) + struct.pack("<Q", number)
 
 
-def alive(finished=0):
-    """An ALIVE to the server of 8_malloc or 10_lock: so many operations so far."""
-    return base(ALIVE) + struct.pack("<Q", finished)
-
-
-class Reply(typing.NamedTuple):
-    """What the server of 8_malloc answers to a request."""
-    error: str  # empty if all went well
+class Piece(typing.NamedTuple):
+    """Memory that the server of 8_malloc lends."""
     addr: int
     size: int
     key: int
-    lent: int  # bytes, to this client
 
 
-def reply(error=b"", addr=0, size=0, key=0, lent=0):
-    """The answer of the server of 8_malloc."""
-    return base(REPLY) + struct.pack("<104s4Q", error, addr, size, key, lent)
+def reply(*piece):
+    """The answer of the server of 8_malloc to a MALLOC."""
+    return plain(REPLY) + struct.pack("<3Q", *piece)
 
 
 def read_reply(message):
-    error, *numbers = struct.unpack_from("<104s4Q", message, len(base(0)))
-    return Reply(error.split(b"\0")[0].decode(), *numbers)
+    return Piece(*struct.unpack("<3Q", message[len(plain(0)):]))
+
+
+def alive(finished=0):
+    """An ALIVE to the server of 10_lock: so many operations so far."""
+    return base(TABLE_ALIVE) + struct.pack("<Q", finished)
 
 
 def append(client=1, count=0):

@@ -489,11 +489,11 @@ MUTANTS |= {
         "    if (state != State::kWrite) session.endpoint.RestartSilence();\n", "",
         "test_inside.py test_server_of_strangers and silence"),
     "told": Mutant(
-        "who waits is told so", "8_malloc",
+        "who waits is told so", "14_strangers",
         "if (untold.empty()) return;", "return;",
         "test_strangers.py test_line"),
     "given-up": Mutant(
-        "who has given up leaves the line", "8_malloc",
+        "who has given up leaves the line", "14_strangers",
         "      visitors.pop_front();\n    }\n    if (untold",
         "      visitors.push_back({visitors.front().connect});\n"
         "      visitors.pop_front();\n    }\n    if (untold",
@@ -508,14 +508,6 @@ MUTANTS |= {
         "if (AddressIn(visitor.connect) != AddressIn(connect)) continue;",
         "continue;",
         "test_attacks.py test_asking_at_once"),
-    "idle": Mutant(
-        "a client that does nothing gives its place to those who wait", "8_malloc",
-        "if (Clock::now() - worked_at < kIdleLimit) return;", "return;",
-        "test_strangers.py test_idle_clients and 8_malloc"),
-    "busy": Mutant(
-        "one that does something keeps it", "8_malloc",
-        "if (alive.finished > finished) worked_at = Clock::now();", "",
-        "test_strangers.py test_idle_clients and 8_malloc"),
     "refused": Mutant(
         "a server says what it refuses", "14_strangers",
         "      session.Refuse(e.what());\n", "",
@@ -589,10 +581,56 @@ MUTANTS |= {
         "the pool gets back what a client had", "8_malloc",
         "for (size_t offset : pieces) pool.allocator.Free(offset);", "",
         "test_malloc.py test_killed_clients"),
+    "loan-before-the-session": Mutant(
+        "a piece comes back when the endpoint is closed, and not before", "8_malloc",
+        "  Loan loan;\n  Session session;\n", "  Session session;\n  Loan loan;\n",
+        "test_malloc.py test_allocator"),
+    "size-of-a-piece": Mutant(
+        "no piece is larger than the pool", "8_malloc",
+        "if (size > 0 && size <= kPoolSize) offset", "if (size > 0) offset",
+        "test_malloc.py test_refusals"),
+    "value-cut-short": Mutant(
+        "a request is as long as it has to be", "8_malloc",
+        "if (message.body.size() != sizeof(value)) throw",
+        "if (message.body.empty()) throw",
+        "test_messages.py test_in_a_session and 8_malloc"),
+    "neighbours": Mutant(
+        "no two free pieces are neighbours", "8_malloc",
+        "before->first + before->second == piece->first", "false",
+        "test_malloc.py test_allocator"),
+    "best-fit": Mutant(
+        "the smallest piece that is large enough is lent", "8_malloc",
+        "piece->second < best->second) best", "piece->second > best->second) best",
+        "test_malloc.py test_allocator"),
+    "alive": Mutant(
+        "a client that READs and WRITEs says that it is alive", "8_malloc",
+        "        session.Send(AppMessageType::kAlive);\n", "",
+        "test_malloc.py test_alive"),
+    "drain": Mutant(
+        "what is in flight has time to complete after a signal", "8_malloc",
+        "!g_interrupted && done()", "done()", "test_malloc.py test_interrupted"),
+    "read-what-was-written": Mutant(
+        "a READ waits for the WRITE of what it READs", "8_malloc",
+        """  client.WaitForAll(pool.buf);
+  printf("Filled""", """  printf("Filled""",
+        "test_strict.py test_harsh and 8_malloc"),
+    "place-in-flight": Mutant(
+        "the place of a WRITE is free when that has completed", "8_malloc",
+        "                [&pool, offset] { pool.allocator.Free(offset); });\n",
+        "                [] {});\n    pool.allocator.Free(offset);\n",
+        "test_strict.py test_ and 8_malloc"),
+    "flush-of-a-read": Mutant(
+        "a READ into a GPU's memory is flushed", "8_malloc",
+        "if (pool.buf.gpu) CudaFlushWrites();", "",
+        "test_strict.py test_rules and 8_malloc-gpu"),
+    "server-copies": Mutant(
+        "over shm, the server copies, and a killed client leaves no lock", "8_malloc",
+        "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
+        "test_malloc.py test_killed_clients or test_strict.py test_rules and 8_malloc"),
     "somebody-else-piece": Mutant(
         "a client frees only what it has", "8_malloc",
-        "if (loan.pieces.erase(addr - loan.pool.base) == 0) {",
-        "if (loan.pieces.erase(addr - loan.pool.base) > 9) {",
+        "if (loan.pieces.erase(offset) == 0) {",
+        "if (loan.pieces.erase(offset) > 9) {",
         "test_malloc.py test_ and not allocator"),
     "credit": Mutant(
         "the sender waits for a credit", "9_file",
@@ -628,10 +666,6 @@ MUTANTS |= {
         "a ledger that is not the valid one any more is READ again", "10_lock",
         "if (turn.Word() == before.Word()) break;", "break;",
         "test_inside.py test_ledger_that_changes"),
-    "answers": Mutant(
-        "no answers pile up", "8_malloc",
-        "while (session.mailbox.unsent == 0) {", "while (true) {",
-        "test_malloc.py test_flood and shm"),
     "sync-file": Mutant(
         "a file is saved when it is on disk", "9_file",
         'if (fsync(file) != 0) throw SystemError("cannot sync " + path);', "",
@@ -883,10 +917,10 @@ MUTANTS |= {
         "if (ret != 0) mrs.erase(&domain);", "",
         "test_strict.py test_rail_fails and memory"),
     "too-long-a-message": Mutant(
-        "a message that did not fit is no message", "8_malloc",
+        "a message that did not fit is no message", "14_strangers",
         '      if (len > done.len) done.error = "the message is longer than the buffer";\n',
         "",
-        "test_reorder.py test_truncated and 8_malloc"),
+        "test_reorder.py test_truncated and 14_strangers"),
     "random-nonce": Mutant(
         "nobody guesses a nonce", "14_strangers",
         "nonce = std::random_device()();",
@@ -977,22 +1011,6 @@ MUTANTS |= {
         "std::max<size_t>(kMaxOutstandingBytes / page_size, 2)",
         "std::max<size_t>(kMaxOutstandingBytes / page_size, 1)",
         "test_inside.py test_server_of_strangers and large"),
-    "no-zero-byte": Mutant(
-        "a text ends with its field, even without a zero byte", "8_malloc",
-        "    reply.error[sizeof(reply.error) - 1] = 0;\n",
-        "",
-        "test_malloc.py test_bad_answers"),
-    "pieces": Mutant(
-        "a client has so many pieces, and no more", "8_malloc",
-        '    if (loan.pieces.size() >= kMaxBlocks) return "you have too many pieces";\n',
-        "",
-        "test_malloc.py test_many_pieces"),
-    "asking": Mutant(
-        "a client that asks for something keeps its place", "8_malloc",
-        "    worked_at = Clock::now();\n"
-        "    auto request",
-        "    auto request",
-        "test_strangers.py test_idle_clients and 8_malloc"),
     "leavers-at-the-disk": Mutant(
         "nobody waits until the disk has saved what is left of others", "9_file",
         "      return client.done && !client.DiskBusy() && client.session.HasLeft();",

@@ -3,9 +3,9 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, BYE, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
                       FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED,
-                      STORE, TABLE_REPLY, TEXT, USAGE, alive, append, base, crowd_base,
+                      STORE, TABLE_REPLY, TEXT, alive, append, base, crowd_base,
                       crowd_request, end, fill, fill_repeatedly, guarded_fill, numbers,
                       plain, put, report, request)
 
@@ -220,7 +220,7 @@ BAD_ANYWHERE = {
     "CONNECT": [base(CONNECT) + bytes(260)],
     "ACCEPT": [base(ACCEPT) + bytes(260)],
 }
-# In a session of 5_reverse, 6_write or 7_queue. BYE cut short has no type.
+# In a session of 5 to 8. BYE cut short has no type.
 BAD_PLAIN = {
     "empty": [b""],
     "cut short": [plain(BYE)[:-1]],
@@ -271,12 +271,12 @@ BAD_GUARDED_FILLS = {
     "product overflows": [guarded_fill(page_size=2**63)],
 }
 BAD_REQUESTS = {
-    "type of a request": [request(99)],
-    "REPLY": [base(REPLY) + bytes(136)],
+    "type of a request": [request(99, 64)],
+    "REPLY": [request(REPLY, 64)],
     "MALLOC cut short": [request(MALLOC, 64)[:-1]],
-    "type only": [base(FREE)],
-    "ALIVE cut short": [alive()[:-1]],
-    "after good ones": [alive(), request(MALLOC, 64), request(USAGE)[:-8]],
+    "MALLOC too long": [request(MALLOC, 64) + b"x"],
+    "type only": [plain(FREE)],
+    "after good ones": [plain(ALIVE), request(MALLOC, 64), plain(MALLOC)],
 }
 GOOD_PUT = put(size=9 << 20, slots=8)
 BAD_FILES = {
@@ -378,7 +378,6 @@ TABLE = {
         fill=fill_repeatedly),
     "8_malloc": Entry(
         success="Data is correct.",
-        guarded=True,
         long=["100"],
         wrong=WRONG_COUNTS,
         sizes=[["1"], ["200"]],
@@ -387,7 +386,7 @@ TABLE = {
         others=["16"],
         killed_in="test_malloc.py",
         lossy_over=["udp;ofi_rxd"],  # now and then one of many READs
-        bad_sessions=BAD_REQUESTS,
+        bad_sessions={**BAD_PLAIN, **BAD_REQUESTS},
         work=request(MALLOC, 1 << 20),
         most_added=45),
     "9_file": Entry(

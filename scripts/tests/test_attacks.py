@@ -1,5 +1,5 @@
 """What a stranger may try in order to lock, stall or fill a server or a client of 14, and
-of 8 to 13, which have its defences. Each time an honest client beside it is served, and
+of those that have its defences. Each time an honest client beside it is served, and
 soon."""
 
 import concurrent.futures
@@ -19,7 +19,7 @@ from fakes import (CrowdGuest, CrowdHost, FakeClient, FakeServer, new_nonce,
 from harness import PROGRAMS, ROOT, TIME_FACTOR, Server, is_here, provider_in
 from marks import not_over_verbs
 from messages import ACCEPT, BYE, GET, NOT_FOUND, TEXT, WAIT, base, with_nonce
-from repository import PATIENT, number, variant
+from repository import PATIENT, variant
 from table import TABLE
 
 pytestmark = [pytest.mark.builds("plain"),
@@ -27,9 +27,8 @@ pytestmark = [pytest.mark.builds("plain"),
 
 SILENCE = 10  # seconds without a sign of life, then the programs give up
 PLACES = 8  # for clients of a server
-# The programs with sessions that defend themselves. 4 to 7 are the lean trunk: they have no
-# defence.
-SESSIONS = [program for program in PROGRAMS if number(program) > 7 and
+# The programs with sessions that defend themselves. The lean trunk has no defence.
+SESSIONS = [program for program in PROGRAMS if TABLE[program].guarded and
             not TABLE[program].one_endpoint]
 STRANGERS, CROWD = "14_strangers", "13_crowd"
 # The line is the same in all of them, letter for letter, but 11_rails has one for each

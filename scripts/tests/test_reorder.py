@@ -73,10 +73,10 @@ def test_few_keys(serve, provider):
 
 @pytest.mark.parametrize("program,said", [
     ("4_hello", f"Received {LONGEST} bytes: "),
-    ("8_malloc", "error: RECV failed: the message is longer than the buffer$")])
+    ("14_strangers", "error: RECV failed: the message is longer than the buffer$")])
 def test_truncated(run, serve, program, said):
     """A message may be longer than its RECV without an error. Its end is not in our
-    buffer, and from chapter 8 on such a message is none."""
+    buffer, and for one that guards itself such a message is none."""
     # The endpoint of 4_hello has no event queue: it comes with chapter 5.
     without = {"NO_EVENT_QUEUE": "1"} if program == "4_hello" else {}
     server = serve(program, LD_PRELOAD=PRELOAD["LD_PRELOAD"], TRUNCATES="1",

@@ -18,9 +18,9 @@ from fakes import Borrower, FakeClient, FakeServer, FileSender
 from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
                      Server, provider_in)
 from marks import not_over_verbs
-from messages import (ALIVE, BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
-                      TABLE_ALIVE, TEXT, USAGE, base, request)
-from repository import PATIENT, QUICK_CXXFLAGS, number, variant
+from messages import (BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED, TABLE_ALIVE,
+                      TEXT, base, read_reply)
+from repository import PATIENT, QUICK_CXXFLAGS, variant
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -70,13 +70,13 @@ def test_memory_of_a_server(run, serve, program, provider):
     server = serve(program, provider)
     if program == "8_malloc":
         client = Borrower(run, server)
-        key = client.ask(MALLOC, 64).key
+        key = read_reply(client.ask(MALLOC, 64)).key
     else:
         client = FakeClient(run, server)
         client.open_session()
         client.send(base(JOIN))
         key = int.from_bytes(client.receive()[32:40], "little")
-    client.send(base(BYE))
+    client.send(server.entry.base(BYE))
     client.expect("Done")
     # 10_lock may get another provider than the sender would.
     provider = provider_in(server.process.output)
@@ -104,8 +104,8 @@ def test_memory_of_a_client(run, build, program, provider):
     """The address of a client is in its CONNECT, which anybody may read."""
     server = FakeServer(run, build, program, *TABLE[program].least, provider=provider)
     request = server.receive()
-    # The messages of 6 and 7 have no nonce, and begin with the type and the address.
-    at = 20 if number(program) <= 7 else 32
+    # Without a nonce, the type and the address come before the key.
+    at = 32 if TABLE[program].guarded else 20
     key = int.from_bytes(request[at:at + 8], "little")
     # To 6_write, too: it knows no such message, and takes it for a sign of life.
     with server.saying(base(PROGRESS)):
@@ -196,26 +196,28 @@ def test_only_from_here(run, serve, provider):
             process.wait()
 
 
+PATIENT_STRANGERS = variant("14_strangers", PATIENT)
+
+
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 @pytest.mark.thorough
-def test_line(run, serve, provider):
+def test_line(run, provider):
     """Those who have no place are told so. Those who give up cost the others nothing:
     they get no place any more."""
-    server = serve("8_malloc", provider)
-    places = [Borrower(run, server) for _ in range(PLACES)]
-    with contextlib.ExitStack() as stack:
-        for client in places:
-            stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
-        waiting = [server.start_client("1") for _ in range(6)]
-        for client in waiting:
-            client.wait_for("^The server can't serve us yet: waiting$", 30)
-        for client in waiting[1:]:
-            client.signal(signal.SIGKILL)
-        time.sleep(4)  # the time after which a client has given up
+    server = Server(run, PATIENT_STRANGERS(), "14_strangers", provider)
+    places = [FakeClient(run, server) for _ in range(PLACES)]
     for client in places:
-        client.leave()
+        client.open_session()
+    waiting = [server.start_client(*server.entry.short) for _ in range(6)]
+    for client in waiting:
+        client.wait_for("^The server can't serve us yet: waiting$", 30)
+    for client in waiting[1:]:
+        client.signal(signal.SIGKILL)
+    time.sleep(4)  # the time after which a client has given up
+    for client in places:
+        client.send(base(BYE))
     assert waiting[0].wait(30) == 0, waiting[0].output
-    server.check_client("1")
+    server.check_client(*server.entry.short)
     assert server.process.output.count("Received CONNECT") == PLACES + 2
     assert not server.errors()
     server.stop()
@@ -308,21 +310,18 @@ PATIENT_RAILS = variant("11_rails", PATIENT)
 
 
 @not_over_verbs("the dead server's adapter says that it has gone")
-@pytest.mark.parametrize("program,signum", [("8_malloc", signal.SIGKILL),
+@pytest.mark.parametrize("program,signum", [("14_strangers", signal.SIGKILL),
                                             ("11_rails", signal.SIGSTOP)])
-def test_server_killed_while_others_wait(run, serve, program, signum):
+def test_server_killed_while_others_wait(run, program, signum):
     """Ten seconds without a word are enough here, too. One that stands still is as
     silent, and its host does not say that it has gone."""
-    server = serve(program) if program == "8_malloc" else \
-        Server(run, PATIENT_RAILS(), program)
+    build = PATIENT_STRANGERS if program == "14_strangers" else PATIENT_RAILS
+    server = Server(run, build(), program)
     places = [FakeClient(run, server) for _ in range(PLACES)]
-    with contextlib.ExitStack() as stack:
-        for client in places:
-            client.open_session()
-            if program == "8_malloc":
-                stack.enter_context(client.saying(base(ALIVE) + bytes(8)))
-        client = server.start_client(*TABLE[program].short)
-        client.wait_for("^The server can't serve us yet", 30)
+    for client in places:
+        client.open_session()
+    client = server.start_client(*TABLE[program].short)
+    client.wait_for("^The server can't serve us yet", 30)
     began = time.monotonic()
     server.process.signal(signum)
     assert client.wait(40) == 1
@@ -335,13 +334,12 @@ def test_server_killed_while_others_wait(run, serve, program, signum):
 # a busy machine, too.
 SHORT_IDLE = {
     program: variant(program, PATIENT, ("kIdleLimit = 60s", "kIdleLimit = 8s"))
-    for program in ("8_malloc", "9_file", "10_lock")}
+    for program in ("9_file", "10_lock")}
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("program,alive,question", [
-    pytest.param("8_malloc", ALIVE, request(USAGE), marks=pytest.mark.thorough),
-    ("10_lock", TABLE_ALIVE, base(JOIN))], ids=["8_malloc", "10_lock"])
+    ("10_lock", TABLE_ALIVE, base(JOIN))], ids=["10_lock"])
 def test_idle_clients(run, program, alive, question):
     """A client that only says that it is alive loses its place, once others wait. One
     that says what it has done keeps it, and so does one that asks for something."""
@@ -416,8 +414,7 @@ def test_no_descriptor(serve, program):
     server.stop()
 
 
-@pytest.mark.parametrize("program", ["8_malloc", "10_lock", "11_rails", "12_sleep",
-                                     "14_strangers"])
+@pytest.mark.parametrize("program", ["10_lock", "11_rails", "12_sleep", "14_strangers"])
 def test_refused(run, serve, program):
     """Who asks for what cannot be hears so from the server, and why."""
     server = serve(program)

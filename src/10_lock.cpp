@@ -455,9 +455,9 @@ enum class AppMessageType : uint32_t {
   kAccept = 2,   // server: this is the address of the endpoint that serves you
   kBye = 3,      // client: I want nothing more
 
-  kJoin = 6,    // client: where is your memory, and who am I?
-  kFinish = 7,  // client: I have made all of my changes
-  kReply = 8,   // server: it is done
+  kJoin = 7,    // client: where is your memory, and who am I?
+  kFinish = 8,  // client: I have made all of my changes
+  kReply = 9,   // server: it is done
   kAlive = 10,  // client: I am still at it
 };
 

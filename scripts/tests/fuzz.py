@@ -30,9 +30,9 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, APPEND, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE,
-                      DONE, END, FILE_ALIVE, FREE, GET, JOIN, LONGEST, MALLOC, PUT,
-                      RANDOM_FILL, REPORT, STORE, TABLE_ALIVE, TEXT, WAIT, base,
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE,
+                      DONE, END, FILE_ALIVE, FINISH, FREE, GET, JOIN, LONGEST, MALLOC, PUT,
+                      RANDOM_FILL, STORE, TABLE_ALIVE, TEXT, WAIT, base,
                       read_address, read_crowd, with_nonce)
 from repository import ROOT
 
@@ -48,7 +48,7 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # The messages of these begin with nothing but the type, those of 13_crowd with a number
 # and a nonce, and all others with a nonce.
-PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc"]
+PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "10_lock"]
 # The fields behind that: in the letters of Python's struct, except "bytes" (any number of
 # them) and "numbers" (any number of uint32_t).
 PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
@@ -65,10 +65,6 @@ GUARDED = {
     "CHUNK": (CHUNK, [("chunks", "numbers")]),
     "END": (END, [("checksum", "Q")]),
     "ALIVE of 9_file": (FILE_ALIVE, []),
-    "JOIN": (JOIN, []),
-    "APPEND": (APPEND, [("client", "I"), ("count", "I")]),
-    "ALIVE of 10_lock": (TABLE_ALIVE, [("finished", "Q")]),
-    "REPORT": (REPORT, [("entries", "Q"), ("changes", "Q")]),
 }
 FORMATS = {
     **{name: (type_, [("nonce", "I"), *fields])
@@ -82,6 +78,9 @@ FORMATS = {
     "MALLOC": (MALLOC, [("size", "Q")]),
     "FREE": (FREE, [("addr", "Q")]),
     "ALIVE of 8_malloc": (ALIVE, []),
+    "JOIN": (JOIN, []),
+    "FINISH": (FINISH, []),
+    "ALIVE of 10_lock": (TABLE_ALIVE, []),
     "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr_size", "I"),
                                       ("addr", "256s")]),
     "BYE of 13_crowd": (BYE, IN_A_CROWD),
@@ -196,7 +195,7 @@ def session_of_requests(rng, number):
 
 def session_of_changes(rng, number):
     return [Message("JOIN"), *(
-        Message(rng.choice(["JOIN", "APPEND", "ALIVE of 10_lock", "REPORT"]))
+        Message(rng.choice(["JOIN", "FINISH", "ALIVE of 10_lock"]))
         for _ in range(rng.randrange(4)))]
 
 

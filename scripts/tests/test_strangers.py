@@ -2,13 +2,11 @@
 without need."""
 
 import contextlib
-import itertools
 import os
 import random
 import re
 import resource
 import signal
-import struct
 import subprocess
 import time
 
@@ -18,7 +16,7 @@ from fakes import Borrower, FakeClient, FakeServer, FileSender
 from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
                      Server, provider_in)
 from marks import not_over_verbs
-from messages import (BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED, TABLE_ALIVE,
+from messages import (BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
                       TEXT, base, read_reply)
 from repository import PATIENT, QUICK_CXXFLAGS, variant
 from table import TABLE
@@ -74,8 +72,8 @@ def test_memory_of_a_server(run, serve, program, provider):
     else:
         client = FakeClient(run, server)
         client.open_session()
-        client.send(base(JOIN))
-        key = int.from_bytes(client.receive()[32:40], "little")
+        client.send(plain(JOIN))
+        key = int.from_bytes(client.receive()[20:28], "little")
     client.send(server.entry.base(BYE))
     client.expect("Done")
     # 10_lock may get another provider than the sender would.
@@ -334,40 +332,7 @@ def test_server_killed_while_others_wait(run, program, signum):
 # a busy machine, too.
 SHORT_IDLE = {
     program: variant(program, PATIENT, ("kIdleLimit = 60s", "kIdleLimit = 8s"))
-    for program in ("9_file", "10_lock")}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("program,alive,question", [
-    ("10_lock", TABLE_ALIVE, base(JOIN))], ids=["10_lock"])
-def test_idle_clients(run, program, alive, question):
-    """A client that only says that it is alive loses its place, once others wait. One
-    that says what it has done keeps it, and so does one that asks for something."""
-    server = Server(run, SHORT_IDLE[program](), program)
-    worker, asker, *idle = [FakeClient(run, server) for _ in range(PLACES)]
-    # These two come first, so that their 8 s would be over first.
-    worker.open_session()
-    asker.open_session()
-    finished = itertools.count(1)
-    # By itself: a message of one that is out already may take 20 s to fail.
-    with worker.saying(lambda: base(alive) + next(finished).to_bytes(8, "little")), \
-            asker.saying(question, answered=True):
-        for client in idle:
-            client.open_session()
-        client = server.start_client(*TABLE[program].quick)
-        began = time.monotonic()
-        while client.popen.poll() is None:
-            assert time.monotonic() - began < 100
-            for fake in idle:
-                with contextlib.suppress(AssertionError):  # it may be out already
-                    fake.send(base(alive) + bytes(8), answer="(sent|failed)")
-            time.sleep(1)
-    assert client.wait() == 0, client.output
-    assert "does nothing, and others wait" in server.process.output
-    for client in worker, asker:
-        client.send(base(BYE))
-        client.expect("Done")
-    server.stop()
+    for program in ("9_file",)}
 
 
 @pytest.mark.long
@@ -414,7 +379,7 @@ def test_no_descriptor(serve, program):
     server.stop()
 
 
-@pytest.mark.parametrize("program", ["10_lock", "11_rails", "12_sleep", "14_strangers"])
+@pytest.mark.parametrize("program", ["11_rails", "12_sleep", "14_strangers"])
 def test_refused(run, serve, program):
     """Who asks for what cannot be hears so from the server, and why."""
     server = serve(program)
@@ -426,43 +391,6 @@ def test_refused(run, serve, program):
     assert message[8:].startswith(b"bad message: ")
     client.expect("error: bad message: ")
     server.check_client()
-    server.stop()
-
-
-@pytest.mark.parametrize("provider", ["shm"])
-def test_idle_table(run, serve, provider):
-    """What happens to the table of 10_lock while no client is there does no harm to the
-    next one."""
-    server = serve("10_lock", provider)
-    client = FakeClient(run, server)
-    client.open_session()
-    client.send(base(JOIN))
-    place, key = struct.unpack_from("<Q8xQ", client.receive(), 16)
-    client.send(base(BYE))
-    client.expect("Done")
-    server.process.wait_for("^the log has .* It all fits together.$")
-    client.peer(server.address)
-    for offset in 0, 192, 1344:  # the tickets, a ledger, a record
-        client.command(f"overwrite {place + offset} {key}", "written")
-    server.check_client()
-    server.process.wait_for("^the log has .* It all fits together.$", count=2)
-    server.stop()
-
-
-def test_far_back_in_the_queue(run, serve):
-    """However many tickets a server says are before it, a client looks again soon, and
-    obeys Ctrl-C."""
-    server = serve("10_lock", "shm")
-    fake = FakeClient(run, server)
-    fake.open_session()
-    fake.send(base(JOIN))
-    place, key = struct.unpack_from("<Q8xQ", fake.receive(), 16)
-    fake.command(f"overwrite {place + 64} {key}", "written")  # the next ticket
-    client = server.start_client("1")
-    client.wait_for("FETCH-AND-ADD and WRITE")
-    time.sleep(1)
-    client.signal(signal.SIGINT)
-    assert client.wait() == 1, client.output
     server.stop()
 
 

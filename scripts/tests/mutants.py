@@ -387,8 +387,8 @@ MUTANTS |= {
         "test_lock.py test_holder_that_goes and killed"),
     "order-of-turn": Mutant(
         "a ledger is in place before it is the valid one", "10_lock",
-        "[this] { return outstanding == 0; });",
-        "[this, type] { return outstanding == 0 || type == RdmaOpType::kWrite; });",
+        "[this] { return buf.in_flight == 0; });",
+        "[this, type] { return buf.in_flight == 0 || type == RdmaOpType::kWrite; });",
         "test_lock.py test_late_writes"),
     "aside": Mutant(
         "a ledger that is valid is not written", "10_lock",
@@ -400,7 +400,7 @@ MUTANTS |= {
         "test_lock.py test_together"),
     "seat": Mutant(
         "no two clients have the same seat", "10_lock",
-        "~Seat() { memory.free_seats.insert(seat); }",
+        "~Seat() { memory.free_seats.insert(number); }",
         "~Seat() { memory.free_seats.insert(0); }",
         "test_lock.py test_seats"),
     "other-second-signal": Mutant(
@@ -530,11 +530,11 @@ MUTANTS |= {
     "clear": Mutant(
         "a first client finds a table that nobody has touched", "10_lock",
         "if (clients.empty()) memory.Clear();", "",
-        "test_strangers.py test_idle_table"),
+        "test_lock.py test_idle_table"),
     "far-back": Mutant(
         "a client far back in the queue looks again soon", "10_lock",
         "std::min<uint64_t>(ticket - turn.ticket, kMaxClients)", "(ticket - turn.ticket)",
-        "test_strangers.py test_far_back"),
+        "test_lock.py test_far_back"),
     "rest": Mutant(
         "an RdmaOp rests before it is used again", "14_strangers",
         "while (free_ops.size() < kSpareOps) {", "while (free_ops.empty()) {",
@@ -697,8 +697,8 @@ MUTANTS |= {
         "test_lock.py test_long_queue"),
     "released-twice": Mutant(
         "a client ends its own turn, and not the next one", "10_lock",
-        "++num_changes;",
-        "++num_changes;\n"
+        "    if (num_changes++ == 0) before_us = before;\n",
+        "    if (num_changes++ == 0) before_us = before;\n"
         "    ReplaceTurn({turn.ticket + 1, aside}, {turn.ticket + 2, aside});",
         "test_lock.py test_together"),
 }
@@ -1034,14 +1034,16 @@ MUTANTS |= {
         "test_lock.py test_seats"),
     "seat-bound": Mutant(
         "a seat that is not there is refused", "10_lock",
-        "    if (joined.table.size != sizeof(SharedTable) ||\n"
-        "        joined.seat >= kMaxClients) {",
-        "    if (joined.table.size != sizeof(SharedTable)) {",
+        "    if (joined.size != sizeof(SharedTable) || joined.seat >= kMaxClients) {",
+        "    if (joined.size != sizeof(SharedTable)) {",
         "test_lock.py test_bad_replies"),
-    "reported-entries": Mutant(
-        "a log lacks no entry that a client has reported", "10_lock",
-        "      correct &= counts[client] == count;\n",
-        "      correct &= counts[client] <= count;\n",
+    "holes": Mutant(
+        "a log has a hole only where a client has ended", "10_lock",
+        "correct &= holes <= unfinished;", "",
+        "test_lock.py test_the_server_finds or test_unfinished"),
+    "fewer-changes": Mutant(
+        "clients that have finished have made all of their changes", "10_lock",
+        ": ledger.total == num_entries", ": ledger.total <= num_entries",
         "test_lock.py test_the_server_finds"),
     "rail-pending": Mutant(
         "what waits for room on a rail that is given up is written again", "11_rails",

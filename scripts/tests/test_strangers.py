@@ -17,7 +17,7 @@ from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
                      Server, provider_in)
 from marks import not_over_verbs
 from messages import (BYE, FILE_ALIVE, JOIN, MALLOC, PROGRESS, REFUSED,
-                      TEXT, base, read_reply)
+                      TEXT, base, plain, read_reply)
 from repository import PATIENT, QUICK_CXXFLAGS, variant
 from table import TABLE
 

@@ -26,8 +26,8 @@ ssize_t ReadBoth(fid_cq* cq, void* entries, size_t count) {
 
 // Before the first READ: somebody has changed the other ledger and made it the
 // valid one, and somebody else already writes the one that was valid.
-ssize_t ReadLate(fid_ep* ep, void* buf, size_t len, void* desc,
-                 fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
+ssize_t ReadLate(fid_ep* ep, void* buf, size_t len, void* desc, fi_addr_t peer,
+                 uint64_t addr, uint64_t key, void* context) {
   if (++g_reads == 1) {
     g_table->ledgers[1] = {.total = 5, .changes = {0, 5}};
     g_table->ledgers[0] = {.total = 7, .changes = {0, 6}};

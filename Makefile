@@ -309,7 +309,7 @@ watch-break-%:
 	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(or $(filter $*_%,$(PROGRAMS)),$*) $(ARGS)
 watch:
 	@[ -n '$(DIR)' ] || { \
-	  echo 'error: name the folder with the records: make watch DIR=run' >&2; exit 2; }
+	  echo 'error: name the folder with the records: make watch DIR=build/run1' >&2; exit 2; }
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py '$(DIR)' '$(SOURCE)'
 
 # Shows what a program adds to the one that it is based on: make diff-7; what a move

@@ -80,36 +80,6 @@ browser() {
     command -v chromium-browser
 }
 
-# Prints the lines where conflicts begin. Succeeds if there are any.
-conflicts() {  # FILE
-  grep -n '^<<<<<<< ' "$1" | sed "s|^\([0-9]*\):.*|$1:\1: conflict|"
-}
-
-# Ends the script if a file has conflicts, which must not get into other files.
-need_resolved() {  # FILE...
-  local file found=
-  for file in "$@"; do
-    ! conflicts "$file" >&2 || found=yes
-  done
-  [ -z "$found" ] || {
-    echo "error: resolve this first" >&2
-    exit 1
-  }
-}
-
-# Prints FILE with the changes from BEFORE to AFTER merged into it. Fails if there
-# are conflicts, which it marks with the labels.
-merge() {  # FILE BEFORE AFTER LABEL_OF_FILE LABEL_OF_BEFORE LABEL_OF_AFTER
-  local status=0
-  # It exits with the number of conflicts, or with 255 if it could not merge.
-  git merge-file -p -L "$4" -L "$5" -L "$6" "$1" "$2" "$3" || status=$?
-  [ "$status" -lt 128 ] || {
-    echo "error: cannot merge into $1" >&2
-    exit 1
-  }
-  return "$status"
-}
-
 # Runs a command that starts many programs. Whenever one of them starts, the verbs
 # provider of libfabric 1.17 reads all symbols of the kernel, twice, which is a quarter
 # of all the work of the tests. So root hides them, from this command alone.

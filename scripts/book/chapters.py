@@ -782,7 +782,7 @@ def check_targets(page):
                      "\n".join(command for _, command in commands))
     own += [name for _, name in OWN_PATCH.findall(page.text)]
     own += [f"my_{step}" for step in re.findall(r"\bmake type-(\d+)\.\d", page.text)]
-    own += [f"{prefix}{name}" for prefix in ("build/cuda/", "watch-") for name in own]
+    own += [f"{prefix}{name}" for prefix in ("build/cuda/", "watch-", "diff-") for name in own]
     known = [str(number(name)) for name in programs(page.root)] + known_moves(page.root)
     messages = []
     for line, command in commands:

@@ -17,15 +17,13 @@ Usage: scripts/moves/moves.py COMMAND ...
                        keeps its head; a new one gets that in 3_answer.head
   check [STEP]         do they begin with the parent, end in the program, compile, and
                        stay within their limits?
-  carry [STEP [REV]]   carries into all moves what has changed since REV (HEAD) in the
-                       program and in its parent
+
+scripts/carry.py carries a change into them.
 """
 
-import difflib
 import os
 import pathlib
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,8 +33,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 MOST_ADDED = 120  # lines, in a move
 MOST_IN_ALL = 1.25  # lines that all moves add, for each one that the step adds
 LONGEST_LINE = 80
-CONFLICT = re.compile(r"^<{7} [^\n]*\n(.*?)^\|{7} [^\n]*\n(.*?)^={7}\n(.*?)^>{7} [^\n]*\n",
-                      re.M | re.S)
 
 
 # ---- What there is ----
@@ -96,15 +92,8 @@ def split(text):
     return above, mark + patch
 
 
-def source(program, root=ROOT, rev=None):
-    path = f"src/{program}.cpp"
-    if rev is None:
-        text = (pathlib.Path(root) / path).read_text()
-    else:
-        text = output(["git", "show", f"{rev}:./{path}"], root)
-    if re.search("^(<<<<<<<|>>>>>>>) ", text, re.M):
-        raise ValueError(f"{path} has conflicts; resolve them first")
-    return text
+def source(program, root=ROOT):
+    return (pathlib.Path(root) / f"src/{program}.cpp").read_text()
 
 
 def parent(step, root=ROOT):
@@ -257,212 +246,6 @@ def check(step, root=ROOT, compiled=False):
     return messages
 
 
-# ---- Carrying a change ----
-
-def renamed(before, after):
-    """The names that a change has replaced, and replaced everywhere."""
-    words = re.compile(r"[A-Za-z_]\w*")
-    gone = {*words.findall(before)} - {*words.findall(after)}
-    new = {*words.findall(after)} - {*words.findall(before)}
-    a, b = before.splitlines(), after.splitlines()
-    pairs = set()
-    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(None, a, b, False).get_opcodes():
-        x, y = words.findall("\n".join(a[i1:i2])), words.findall("\n".join(b[j1:j2]))
-        if tag == "replace" and len(x) == len(y):
-            pairs |= {(p, q) for p, q in zip(x, y) if p in gone and q in new}
-    olds = [p for p, _ in pairs]
-    return {p: q for p, q in pairs if olds.count(p) == 1}
-
-
-def rename(text, names):
-    return re.sub(r"[A-Za-z_]\w*", lambda found: names.get(found[0], found[0]), text)
-
-
-def formatted(text, root):
-    """What clang-format makes of it, as of the program that somebody has renamed things
-    in. Where it is not installed, more is left to carry."""
-    if not (root / ".clang-format").exists() or not shutil.which("clang-format"):
-        return text
-    return output(["clang-format", "--assume-filename=src/x.cpp"], root, input=text)
-
-
-def resolve(mine, base, theirs, insert, said):
-    """Does to the lines `mine` what was done to `base`, line by line. What concerns only
-    lines that `mine` has not got is left out, and said. A new line that has lost one of
-    its two neighbours is left out, too, unless `insert`. None: this takes a human."""
-    at = {}  # a line of base: the same one of mine
-    for a, b, n in difflib.SequenceMatcher(None, mine, base, False).get_matching_blocks():
-        at.update({b + i: a + i for i in range(n)})
-    at[-1], at[len(base)] = -1, len(mine)
-    edits = []
-    for tag, i1, i2, j1, j2 in difflib.SequenceMatcher(
-            None, base, theirs, False).get_opcodes():
-        if tag == "replace" and i2 - i1 == j2 - j1:
-            edits += [(i1 + i, i1 + i + 1, j1 + i, j1 + i + 1) for i in range(i2 - i1)]
-        elif tag != "equal":
-            edits.append((i1, i2, j1, j2))
-    result = list(mine)
-    for i1, i2, j1, j2 in reversed(edits):
-        new = theirs[j1:j2]
-        if new and all(line in mine and line not in base for line in new):
-            continue  # it has been done already
-        there = [at[i] for i in range(i1, i2) if i in at]
-        if i1 == i2:
-            before, after = at.get(i1 - 1), at.get(i1)
-            if before is not None and after == before + 1:
-                result[after:after] = new
-            elif before is None and after is None:
-                said["not here"] += [(line, mine) for line in new]
-            else:
-                said["unclear"] += [(line, mine) for line in new]
-                if insert:
-                    where = before + 1 if before is not None else after
-                    result[where:where] = new
-        elif not there:
-            # Lines that it has of its own in that place may need the same.
-            for line in new or base[i1:i2]:
-                said["look" if mine else "not here"].append((line, mine))
-        elif len(there) == i2 - i1 == there[-1] - there[0] + 1:
-            result[there[0]:there[-1] + 1] = new
-        else:
-            return None
-    return result
-
-
-def left_to_do(mine, base, theirs):
-    """What was done to base, without the blocks that mine has got already: git would merge
-    a block a second time where it stands beside other lines."""
-    mine, base, theirs = lines_of(mine), lines_of(base), lines_of(theirs)
-
-    def has(lines, block):
-        return any(lines[at:at + len(block)] == block for at in range(len(lines)))
-
-    return "".join(
-        line for tag, i1, i2, j1, j2 in
-        difflib.SequenceMatcher(None, base, theirs, False).get_opcodes()
-        for line in (base[i1:i2] if tag in ("insert", "replace")
-                     and has(mine, theirs[j1:j2]) and not has(base, theirs[j1:j2])
-                     else theirs[j1:j2]))
-
-
-def merge(mine, base, theirs, insert, said):
-    """Merges what was done to base into mine. Leaves the markers of a conflict that takes
-    a human."""
-    theirs = left_to_do(mine, base, theirs)
-    with tempfile.TemporaryDirectory() as folder:
-        files = {"this move": mine, "before": base, "after": theirs}
-        for file, text in files.items():
-            pathlib.Path(folder, file).write_text(text)
-        text = subprocess.run(["git", "merge-file", "-p", "--diff3", *files], cwd=folder,
-                              check=False, text=True, capture_output=True).stdout
-
-    def one(found):
-        lines = resolve(*(lines_of(part) for part in found.groups()), insert, said)
-        return found[0] if lines is None else "".join(lines)
-
-    return CONFLICT.sub(one, text)
-
-
-def carried(mine, changes):
-    """A move after the changes, what there is to say about it, and what is wrong."""
-    for insert in (False, True):
-        said, text = {"not here": [], "look": [], "unclear": []}, mine
-        for base, theirs in changes:
-            text = merge(text, base, theirs, insert, said)
-        error = "it has conflicts" if CONFLICT.search(text) else compile_error(text)
-        if not error or not said["unclear"]:
-            break
-    there = lines_of(text)
-    unchanged = {*lines_of(mine)} & {*there}
-    says = []
-    for kind, what in [("not here", "not in this move yet"),
-                       ("look", "LOOK, left out where the move has lines of its own"),
-                       ("unclear", f"LOOK, {'put in' if insert else 'left out'}, because "
-                                   "it compiles so")]:
-        for line, own in said[kind]:
-            # What one change could not do, the other has done.
-            if line.strip() and (line not in there or kind == "unclear" and insert):
-                done = kind == "look" and not {*own} <= unchanged
-                says.append(f"    {'done otherwise' if done else what}: {line.strip()}")
-    return text, says, error
-
-
-def lead(step, first, last, root):
-    """The states, if the moves lead from the first one to the last one; otherwise
-    nothing."""
-    try:
-        texts = apply_all(step, first, root)
-    except ValueError:
-        return []
-    return texts if texts[-1] == last else []
-
-
-def carry(step, rev="HEAD", root=ROOT):
-    """Carries what has changed since a commit. Returns whether all went well."""
-    root = pathlib.Path(root)
-    before = parent(step, root)
-    new_first, new_last = source(before, root), source(step, root)
-    if lead(step, new_first, new_last, root):
-        print(f"{step}: the moves lead from {before} to {step} already")
-        return True
-    old = lead(step, source(before, root, rev), source(step, root, rev), root)
-    if not old:
-        raise ValueError(f"the moves do not lead from {before} to {step} as these were at "
-                         f"{rev} either; name the commit before the change")
-    if error := compile_error(new_last):
-        raise ValueError(f"src/{step}.cpp does not compile: {error}")
-    moves = patches(step, root)
-    names = renamed(old[0], new_first) | renamed(old[-1], new_last)
-    names = {p: q for p, q in names.items()
-             if not any(re.search(rf"\b{q}\b", text) for text in old)}
-    for p, q in names.items():
-        print(f"{step}: renamed {p} to {q}")
-        for k, path in enumerate(moves, 1):
-            if re.search(rf"\b{p}\b", head(step, k, root)):
-                print(f"  LOOK: the head of {path.name} still says {p}")
-    if names:
-        old = [formatted(rename(text, names), root) for text in old]
-    used = []
-    new = [None] * len(moves) + [new_last]
-    for k in range(len(moves) - 1, 0, -1):
-        changes = [pair for pair in ((old[k + 1], new[k + 1]), (old[0], new_first))
-                   if pair[0] != pair[1]]
-        text, says, error = carried(old[k], changes)
-        number = f"{step.split('_')[0]}.{k}"
-        path = root / f"build/moves/carry/{step}/{moves[k - 1].stem}.cpp"
-        asked = path.with_suffix(".conflict")
-        if error and path.exists() and path.read_text() != asked.read_text():
-            if asked.read_text() != text:
-                raise ValueError(f"{path.relative_to(root)} resolves another conflict; move "
-                                 "it away, and run this again")
-            text = path.read_text()
-            used += [path, asked]
-            says = [f"    taken from {path.relative_to(root)}"]
-            error = "it has conflicts" if re.search("^(<<<<<<<|>>>>>>>) ", text, re.M) \
-                else compile_error(text)
-        elif error:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
-            asked.write_text(text)
-        added, removed = count(old[k], text)
-        print(f"  {number} {word(moves[k - 1])}: +{added} -{removed}")
-        for line in says:
-            print(line)
-        if error:
-            raise ValueError(
-                f"{number}: {error}\nNothing has been written. Edit "
-                f"{path.relative_to(root)}: it has to become the program after move "
-                f"{number}. Then go on: scripts/moves/moves.py carry {step} {rev}")
-        new[k] = text
-    write(step, {path.stem: text for path, text in zip(moves, new[1:])}, root=root)
-    for path in used:
-        path.unlink()
-    messages = check(step, root, compiled=True)
-    for message in messages:
-        print(message)
-    return not messages
-
-
 # ---- The commands ----
 
 def find(move):
@@ -524,8 +307,6 @@ def main(arguments):
         messages = [message for step in rest or steps() for message in check(step)]
         print(*messages, sep="\n", end="\n" if messages else "")
         return 1 if messages else 0
-    elif command == "carry" and len(rest) < 3:
-        return 0 if all([carry(step, *rest[1:]) for step in rest[:1] or steps()]) else 1
     else:
         print(__doc__, file=sys.stderr)
         return 2

@@ -17,8 +17,8 @@ import pytest
 # The folder of the exercises has a link to this file, or, where somebody has copied it
 # without its links, another one.
 TESTS = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../tests")
-# Some tests import what they check: bench.py, chapters.py and moves.py.
-sys.path += [TESTS, *(f"{TESTS}/../{folder}" for folder in ("bench", "book", "moves"))]
+# Some tests import what they check: bench.py, chapters.py, moves.py and carry.py.
+sys.path += [TESTS, *(f"{TESTS}/../{folder}" for folder in ("bench", "book", "moves", "."))]
 # So that a failed assertion in these says what it has compared, too.
 pytest.register_assert_rewrite("harness", "fakes", "repository")
 

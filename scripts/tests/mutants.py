@@ -584,7 +584,7 @@ MUTANTS |= {
     "loan-before-the-session": Mutant(
         "a piece comes back when the endpoint is closed, and not before", "8_malloc",
         "  Loan loan;\n  Session session;\n", "  Session session;\n  Loan loan;\n",
-        "test_malloc.py test_allocator"),
+        "test_malloc.py test_allocator and plain"),
     "size-of-a-piece": Mutant(
         "no piece is larger than the pool", "8_malloc",
         "if (size > 0 && size <= kPoolSize) offset", "if (size > 0) offset",
@@ -597,11 +597,11 @@ MUTANTS |= {
     "neighbours": Mutant(
         "no two free pieces are neighbours", "8_malloc",
         "before->first + before->second == piece->first", "false",
-        "test_malloc.py test_allocator"),
+        "test_malloc.py test_allocator and plain"),
     "best-fit": Mutant(
         "the smallest piece that is large enough is lent", "8_malloc",
         "piece->second < best->second) best", "piece->second > best->second) best",
-        "test_malloc.py test_allocator"),
+        "test_malloc.py test_allocator and plain"),
     "alive": Mutant(
         "a client that READs and WRITEs says that it is alive", "8_malloc",
         "        session.Send(AppMessageType::kAlive);\n", "",
@@ -613,7 +613,7 @@ MUTANTS |= {
         "a READ waits for the WRITE of what it READs", "8_malloc",
         """  client.WaitForAll(pool.buf);
   printf("Filled""", """  printf("Filled""",
-        "test_strict.py test_harsh and 8_malloc"),
+        "test_malloc.py test_late_writes"),
     "place-in-flight": Mutant(
         "the place of a WRITE is free when that has completed", "8_malloc",
         "                [&pool, offset] { pool.allocator.Free(offset); });\n",
@@ -624,9 +624,9 @@ MUTANTS |= {
         "if (pool.buf.gpu) CudaFlushWrites();", "",
         "test_strict.py test_rules and 8_malloc-gpu"),
     "server-copies": Mutant(
-        "over shm, the server copies, and a killed client leaves no lock", "8_malloc",
+        "a WRITE that has completed is in place; over shm, that has the server copy", "8_malloc",
         "hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;", "",
-        "test_malloc.py test_killed_clients or test_strict.py test_rules and 8_malloc"),
+        "test_strict.py test_harsh and 8_malloc"),
     "somebody-else-piece": Mutant(
         "a client frees only what it has", "8_malloc",
         "if (loan.pieces.erase(offset) == 0) {",
@@ -1229,7 +1229,8 @@ MUTANTS |= {
         "test_strict.py test_receipt_fails and 14_strangers"),
 }
 # Helpers that contain the code of a program, by a word in the names of their tests.
-HELPERS = {("callback", "14_strangers"): "callbacks", ("inside", "7_queue"): "inside_queue",
+HELPERS = {("callback", "14_strangers"): "callbacks", ("allocator", "8_malloc"): "allocator",
+           ("inside", "7_queue"): "inside_queue",
            ("inside", "14_strangers"): "inside_strangers",
            ("inside", "10_lock"): "inside_lock"}
 

@@ -23,7 +23,7 @@ class Repository:
         self.folder = folder
         (folder / "src").mkdir()
         (folder / "scripts/moves").mkdir(parents=True)
-        for tool in ["common.sh", "propagate", "refresh-exercises", "moves/moves.py"]:
+        for tool in ["common.sh", "carry.py", "moves/moves.py"]:
             shutil.copy(f"{ROOT}/scripts/{tool}", folder / "scripts" / tool)
         for program, lines in PROGRAMS.items():
             self.write(program, lines)
@@ -31,9 +31,9 @@ class Repository:
         self.commit()
 
     def git(self, *arguments):
-        subprocess.run(["git", "-c", "user.name=test", "-c", "user.email=test",
-                        *arguments], cwd=self.folder, check=True,
-                       capture_output=True)
+        return subprocess.run(
+            ["git", "-c", "user.name=test", "-c", "user.email=test", *arguments],
+            cwd=self.folder, check=True, capture_output=True).stdout
 
     def commit(self):
         self.git("add", ".")

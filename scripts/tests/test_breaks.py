@@ -194,6 +194,21 @@ def test_8_malloc_stopped(broken):
         server.stop()
 
 
+@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@pytest.mark.thorough
+def test_8_alone(broken):
+    """A client that copies by itself READs the memory of a server that stands still."""
+    server = broken("8.alone", "shm")
+    client = server.start_client("8")
+    client.wait_for("Gave them back")
+    server.process.signal(signal.SIGSTOP)
+    assert client.wait() == 1, client.output
+    assert client.output.endswith(
+        "\nREAD and compared them.\n"
+        "error: nothing has happened for 10 s while waiting for an answer\n")
+    server.process.signal(signal.SIGCONT)
+
+
 @pytest.mark.parametrize("provider", PROVIDERS)
 def test_2_write(broken, provider):
     """A WRITE comes without a RECV, and the second one replaces three bytes."""

@@ -180,6 +180,19 @@ def test_stopped_client(run, serve):
 
 
 @pytest.mark.builds("plain")
+@two_providers
+@pytest.mark.thorough
+def test_late_writes(serve, provider):
+    """On a network that takes its time for WRITEs, and none for READs, a client READs what
+    it has written."""
+    server = serve("8_malloc", provider)
+    server.check_client("4", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
+                        REORDER_MS="50")
+    assert not server.errors()
+    server.stop()
+
+
+@pytest.mark.builds("plain")
 @pytest.mark.long
 @pytest.mark.thorough
 def test_alive(serve):

@@ -14,7 +14,6 @@ import chapters
 import fuzz
 from harness import BUILD, PROGRAMS, address_of
 from repository import (ROOT, build_source, parent, patched, programs, replaced, variant)
-from small_repository import PROGRAMS as SMALL, Repository
 from table import TABLE
 from test_tools import what_is_missing
 
@@ -82,25 +81,6 @@ def test_tests_and_book(copy):
     assert not [name for name in OWN if f"src/{name}.cpp" in plan.stdout]
 
 
-def test_propagate_and_refresh(tmp_path):
-    """They carry changes into programs of the tutorial alone."""
-    repo = Repository(tmp_path)
-    (tmp_path / "scripts/exercises").mkdir()
-    for name, text in OWN.items():
-        (tmp_path / f"src/{name}.cpp").write_text(text.replace("7_queue", "4_one"))
-    repo.replace("4_one", "b", "B")
-    status, output, error = repo.run("propagate")
-    assert (status, error) == (0, "")
-    assert [line.split(":")[0] for line in output.splitlines()] == list(SMALL)[1:]
-    answer = tmp_path / "answer"
-    answer.write_text(repo.path("4_one").read_text() + "more\n")
-    assert repo.run("refresh-exercises", "4_one", "answer")[0] == 0
-    assert repo.run("refresh-exercises") == (0, "4_one: unchanged\n", "")
-    for name, text in OWN.items():
-        assert (tmp_path / f"src/{name}.cpp").read_text() == \
-            text.replace("7_queue", "4_one")
-
-
 # ---- Programs that a page has the reader make: scripts/own ----
 
 def own(name):
@@ -157,10 +137,10 @@ def cut(source, first, last, new):
     return source[:at] + new + source[end:]
 
 
-def add(source, new, after="", before=""):
-    """The source with something behind a line, or in front of it."""
-    assert source.count(after or before) == 1, after or before
-    return source.replace(after or before, after + new + before)
+def add(source, new, after):
+    """The source with something behind a line."""
+    assert source.count(after) == 1, after
+    return source.replace(after, after + new)
 
 
 def blocks(first, last):
@@ -172,52 +152,21 @@ def blocks(first, last):
     return own("blank"), found
 
 
-LAST_CONSTANT = "constexpr size_t kPollsPerYield = 64;             // empty ones\n"
 LAST_TYPE = "  kBye = 3,      // client: I want nothing more\n"
-SERVED = "// A client, and what it asks of the server.\n"
 BUSY = "  bool Busy() const { return false; }\n"
 MESSAGE = "  void HandleMessage(const Message& message) {\n"
-CONNECT = "  session.Connect(server_addr);\n"
 BYE = "  session.SayBye();\n"
 
 
 def typed_ping():
     """What blank becomes as a reader of the page types a ping-pong."""
     source, (kind, answer, client, busy) = blocks("## A ping-pong", "## A feed")
-    source = add(source, kind, after=LAST_TYPE)
+    source = add(source, kind, LAST_TYPE)
     source = cut(source, MESSAGE, "\n  }\n", MESSAGE + answer + "  }\n")
     yield source
     source = source.replace(BYE, client)
     yield source
     yield source.replace(BUSY, busy)
-
-
-def typed_feed():
-    """What it becomes as a reader types a feed: after each of its steps."""
-    source, found = blocks("## A feed", "## Is it right?")
-    (limits, kinds, types, members, handle, client, usage, busy, work, receive, wait, check,
-     ours, credit, has_credit, give) = found
-    source = add(source, "\n" + limits, after=LAST_CONSTANT)
-    source = add(source, kinds, after=LAST_TYPE)
-    source = add(source, types + "\n", before=SERVED)
-    source = source.replace("  Session session;\n", members, 1)
-    source = cut(source, MESSAGE, "\n  }\n", handle)
-    source = cut(source, "void ClientMain", "\n}\n", client)
-    source = cut(source, "    if (args.size() > 1)", "gpu);\n", usage)
-    yield source
-    source = source.replace(BUSY, busy)
-    source = source.replace("  void ContinueWork() {}\n", work)
-    source = add(source, receive, after=CONNECT)
-    source = add(source, wait, after="  session.Send(AppMessageType::kFeed, "
-                 "BytesOf(&request, sizeof(request)));\n")
-    source = add(source, check, after=BYE)
-    yield source
-    loop = "".join(work.splitlines(keepends=True)[:2])
-    source = add(source, ours, after=loop)
-    yield source
-    source = add(source, credit, after=MESSAGE)
-    source = add(source, has_credit, after=ours)
-    yield add(source, give, after=wait.splitlines(keepends=True)[0])
 
 
 def without_comments(source):
@@ -228,11 +177,10 @@ def without_comments(source):
 
 
 @pytest.mark.static
-@pytest.mark.parametrize("name,typed", [("ping", typed_ping), ("feed", typed_feed)])
-def test_typed(name, typed):
+def test_typed():
     """In the end it is the patch's."""
-    *_, last = typed()
-    assert without_comments(last) == without_comments(own(name))
+    *_, last = typed_ping()
+    assert without_comments(last) == without_comments(own("ping"))
 
 
 @pytest.mark.thorough
@@ -247,28 +195,38 @@ def test_ping_from_the_page(run):
         made.stop()
 
 
-def test_feed_from_the_page(run):
-    """It compiles after each step. Without credits, the sum of more items than slots is
-    wrong."""
-    *steps, _ = typed_feed()
-    for number, source in enumerate(steps, 1):
-        # The client's own check must not keep it from asking for too many slots.
-        source = replaced(source, ("ParseNumber(args[1], kMaxSlots)", "ParseNumber(args[1], 65)"))
-        made = Made(run, "feed", build_source("feed", source))
-        client = made.start("8", "8")
-        assert client.wait() == 0, client.output
-        assert ("The sum is correct." in client.output) == (number > 1)
-        if number == 1:
-            made.start("65", "300").wait()  # it doesn't wait for an answer
-            made.server.wait_for("error: bad message: so many slots")
-        if number == 2:
-            # Some runs are right, by luck, as the page says; hardly twenty of them.
-            for _ in range(20):
-                client = made.start("8", "2000")
-                if client.wait() != 0:
-                    break
-            assert "the sum is not correct" in client.output, client.output
-        made.stop()
+OURS = "      if (slots[i].in_flight > 0) continue;\n"
+CREDIT = "      if (!credits[i]) continue;\n"
+WITHOUT_OURS = own_variant("feed", (OURS, ""))
+WITHOUT_CREDIT = own_variant("feed", (CREDIT, ""))
+
+
+@pytest.mark.thorough
+def test_feed_of_whom(run):
+    """The server checks what a client asks for, if it has not done so itself."""
+    made = Made(run, "feed", own_variant("feed", ("ParseNumber(args[1], kMaxSlots)",
+                                                  "ParseNumber(args[1], 65)"))())
+    made.start("65", "300").wait()  # it doesn't wait for an answer
+    made.server.wait_for("error: bad message: so many slots")
+    made.stop()
+
+
+GREEDY = own_variant("feed", (OURS, ""), (CREDIT, ""), ("    if (!free.empty()", "    if (false"))
+
+
+@pytest.mark.thorough
+def test_greedy(run):
+    """Without either question, the sum of more items than slots is wrong."""
+    made = Made(run, "feed", GREEDY())
+    client = made.start("8", "8")
+    assert client.wait() == 0 and "The sum is correct." in client.output, client.output
+    # Some runs may be right, by luck; hardly twenty of them.
+    for _ in range(20):
+        client = made.start("8", "2000")
+        if client.wait() != 0:
+            break
+    assert "the sum is not correct" in client.output, client.output
+    made.stop()
 
 
 @pytest.mark.thorough
@@ -282,10 +240,6 @@ def test_feed(run):
     feed.stop()
     for process in feed.server, *clients:
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
-
-
-WITHOUT_OURS = own_variant("feed", ("      if (slots[i].in_flight > 0) continue;\n", ""))
-WITHOUT_CREDIT = own_variant("feed", ("      if (!credits[i]) continue;\n", ""))
 
 
 @pytest.mark.thorough
@@ -439,9 +393,7 @@ def test_copy(tmp_path, commands):
     shutil.copytree(f"{ROOT}/src", tmp_path / "src")
     original, copy = re.search(r"cp src/(\w+)\.cpp src/(\w+)\.cpp", commands).groups()
     if original not in PROGRAMS:
-        # The reader has typed my_feed, which is the patch's feed.
-        (tmp_path / f"src/{original}.cpp").write_text(
-            patched(f"scripts/own/{original.removeprefix('my_')}.patch"))
+        (tmp_path / f"src/{original}.cpp").write_text(own(original))
     change, _, _ = commands.partition("\nmake ")
     subprocess.run(["sh", "-ec", change], cwd=tmp_path, check=True)
     source = (tmp_path / f"src/{copy}.cpp").read_text()

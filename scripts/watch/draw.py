@@ -803,9 +803,9 @@ def times_of(ps):
 
 
 def drawn(run):
-    """The processes that there is room for: servers above clients."""
+    """The processes that there is room for: servers above clients and peers."""
     servers = [p for p in run.ps if p.role == "server"]
-    clients = [p for p in run.ps if p.role == "client"]
+    clients = [p for p in run.ps if p.role != "server"]
     wrong = {w.p for w in run.wrongs}
     clients.sort(key=lambda p: p not in wrong)  # those of which there is something to see
     ps = (servers[:2] + clients)[:MOST_PROCESSES]

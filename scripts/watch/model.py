@@ -268,12 +268,21 @@ def find_targets(run):
 
 
 def name_processes(run):
-    """Who speaks first is a client."""
+    """Who speaks first is a client. Two who both do are peers, and so is one who does so to a
+    neighbour, and not to the other, as in a ring."""
     for p in run.ps:
         first = min((op for op in p.ops.values() if op.what != RECV or op.t1 and not op.error),
                     key=lambda op: op.t1 if op.what == RECV else op.t0, default=None)
         p.role = "server" if first is None or first.what == RECV else "client"
-    for role in "server", "client":
+    speaker = {}  # of each pair
+    sent = [op for p in run.ps for op in p.ops.values() if op.target and op.target.p != p]
+    for op in sorted(sent, key=lambda op: op.t0):
+        speaker.setdefault(frozenset((op.p, op.target.p)), op.p)
+    spoken_to = {p for pair, first in speaker.items() for p in pair - {first}}
+    clients = {p for pair in speaker if all(p.role == "client" for p in pair) for p in pair}
+    for p in clients | spoken_to.intersection(speaker.values()):
+        p.role = "peer"
+    for role in "server", "client", "peer":
         alike = [p for p in run.ps if p.role == role]
         for number, p in enumerate(alike, 1):
             p.name = role if len(alike) == 1 else f"{role} {number}"

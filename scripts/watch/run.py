@@ -111,7 +111,9 @@ def run(options, folder, scratch):
                 server.end(0)
                 if options.q:
                     print(*server.lines, sep="\n", file=sys.stderr)
-                sys.exit("error: the server has printed no address")
+                sys.exit("error: the server has printed no address. Start the processes by hand, "
+                         "each with WATCH=build/run1 LD_PRELOAD=build/watch.so in front, and then "
+                         "type: make watch DIR=build/run1")
             time.sleep(0.02)
         command = [options.p or options.program, server.address(), *arguments]
         for number in range(options.n):

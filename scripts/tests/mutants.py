@@ -77,6 +77,7 @@ MUTANTS = {
         "  std::deque<Message> outbox;  // that wait for send_buf\n"
         "  fi_addr_t peer = FI_ADDR_UNSPEC;\n"
         "  Clock::time_point heard_at = Clock::now();  // the last sign of life\n"
+        "  Clock::time_point opened_at = heard_at;\n"
         "  Endpoint endpoint;  // the last, so that it is closed before it loses buffers\n",
         "  Endpoint endpoint;\n"
         "  std::deque<Buffer> recv_bufs;\n"
@@ -84,7 +85,8 @@ MUTANTS = {
         "  std::deque<Message> inbox;   // that have arrived\n"
         "  std::deque<Message> outbox;  // that wait for send_buf\n"
         "  fi_addr_t peer = FI_ADDR_UNSPEC;\n"
-        "  Clock::time_point heard_at = Clock::now();  // the last sign of life\n",
+        "  Clock::time_point heard_at = Clock::now();  // the last sign of life\n"
+        "  Clock::time_point opened_at = heard_at;\n",
         "test_strict.py test_rules and 5_reverse"),
     "session-last": Mutant(
         "a session is closed before the pages that it writes", "7_queue",

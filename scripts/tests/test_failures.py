@@ -15,10 +15,11 @@ import time
 
 import pytest
 
-from fakes import FakeClient
+from fakes import FakeClient, FakeServer
 from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      owned_shm_files)
 from marks import ends_in_a_rendezvous, not_over_verbs, over
+from messages import PROGRESS, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
 
@@ -342,6 +343,23 @@ def test_client_signals_at_the_start(serve, program, provider):
         list(pool.map(interrupt, [random.uniform(0, 0.3) for _ in range(count)]))
     server.check_client()
     server.stop()
+
+
+@pytest.mark.builds("plain")
+def test_interrupted_while_it_hears(run):
+    """A signal ends a client also while the server has something to say all the time."""
+    server = FakeServer(run, BUILD, "7_queue")
+    server.receive()
+    time.sleep(0.6)
+    for count in range(30):
+        if server.client.popen.poll() is not None:
+            break
+        server.process.write("send " + plain(PROGRESS).hex())
+        if count == 5:
+            server.client.signal(signal.SIGINT)
+        time.sleep(0.1)
+    assert server.client.popen.poll() == 1, server.client.output
+    assert server.client.output.endswith("error: interrupted\n")
 
 
 @pytest.mark.builds("plain")

@@ -27,7 +27,7 @@ CLIENTS = [1, 2, 4]
 PROGRAM = os.path.join(BUILD, "10_lock")
 # What the lines of a client are about.
 KINDS = {
-    "entries by message": "log, by message",
+    "messages and their answers": "message and answer",
     "entries by FETCH-AND-ADD and WRITE": "log, by FETCH-AND-ADD and WRITE",
     "changes under the lock": "ledger, under the lock",
     "records written, and as many read": "hash table, WRITE and READ",
@@ -56,7 +56,7 @@ def measure(provider, clients):
 
 def main():
     exit_on_signals()
-    providers = providers_here([PROGRAM, "--list"])
+    providers = providers_here()
     steps = [(provider, clients) for provider in providers for clients in CLIENTS]
     results = {}
     progress = Progress(RUNS * len(steps))

@@ -9,10 +9,10 @@ import threading
 import time
 
 from harness import BUILD, provider_in
-from messages import (ACCEPT, BYE, CONNECT, CREDIT, FAILED, FILE_ALIVE, FREE, MALLOC, PROGRESS,
-                      READY, REFUSAL, REFUSED, REPLY, WAIT, address_message, base, crowd_base,
-                      crowd_connect, crowd_request, plain, put, read_address, read_crowd,
-                      read_reply, request, type_and_nonce, type_of, with_nonce)
+from messages import (ACCEPT, BYE, CONNECT, CREDIT, FAILED, FREE, MALLOC, PROGRESS, READY,
+                      REFUSAL, REPLY, WAIT, address_message, base, crowd_base, crowd_connect,
+                      crowd_request, plain, put, read_address, read_crowd, read_reply, request,
+                      type_and_nonce, type_of, with_nonce)
 from table import TABLE
 
 

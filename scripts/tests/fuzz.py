@@ -30,10 +30,9 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, APPEND, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE, DONE,
-                      END, FILE_ALIVE, FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, PUT,
-                      RANDOM_FILL, REPORT, STORE, TABLE_ALIVE, TEXT, USAGE, WAIT, base,
-                      read_address, read_crowd, with_nonce)
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE, DONE, FINISH,
+                      FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, PUT, RANDOM_FILL, STORE,
+                      TABLE_ALIVE, TEXT, WAIT, base, read_address, read_crowd, with_nonce)
 from repository import ROOT
 
 SANITIZED = "build/sanitized"
@@ -48,7 +47,7 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # The messages of these begin with nothing but the type, those of 13_crowd with a number
 # and a nonce, and all others with a nonce.
-PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "9_file", "11_rails"]
+PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "9_file", "10_lock", "11_rails"]
 # The fields behind that: in the letters of Python's struct, except "bytes" (any number of
 # them) and "numbers" (any number of uint32_t).
 PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
@@ -61,10 +60,6 @@ GUARDED = {
     "RANDOM_FILL": (RANDOM_FILL, [
         ("imm_data", "I"), ("num_pages", "I"), *PLACE, ("page_size", "Q"),
         ("total_repeat", "Q"), ("page_idx", "numbers")]),
-    "JOIN": (JOIN, []),
-    "APPEND": (APPEND, [("client", "I"), ("count", "I")]),
-    "ALIVE of 10_lock": (TABLE_ALIVE, [("finished", "Q")]),
-    "REPORT": (REPORT, [("entries", "Q"), ("changes", "Q")]),
 }
 FORMATS = {
     **{name: (type_, [("nonce", "I"), *fields])
@@ -85,6 +80,9 @@ FORMATS = {
     "MALLOC": (MALLOC, [("size", "Q")]),
     "FREE": (FREE, [("addr", "Q")]),
     "ALIVE of 8_malloc": (ALIVE, []),
+    "JOIN": (JOIN, []),
+    "FINISH": (FINISH, []),
+    "ALIVE of 10_lock": (TABLE_ALIVE, []),
     "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr_size", "I"),
                                       ("addr", "256s")]),
     "BYE of 13_crowd": (BYE, IN_A_CROWD),
@@ -203,7 +201,7 @@ def session_of_requests(rng, number):
 
 def session_of_changes(rng, number):
     return [Message("JOIN"), *(
-        Message(rng.choice(["JOIN", "APPEND", "ALIVE of 10_lock", "REPORT"]))
+        Message(rng.choice(["JOIN", "FINISH", "ALIVE of 10_lock"]))
         for _ in range(rng.randrange(4)))]
 
 

@@ -26,13 +26,14 @@ ssize_t ReadBoth(fid_cq* cq, void* entries, size_t count) {
 
 // Before the first READ: somebody has changed the other ledger and made it the
 // valid one, and somebody else already writes the one that was valid.
-ssize_t ReadLate(fid_ep* ep, const fi_msg_rma* msg, uint64_t flags) {
+ssize_t ReadLate(fid_ep* ep, void* buf, size_t len, void* desc, fi_addr_t peer,
+                 uint64_t addr, uint64_t key, void* context) {
   if (++g_reads == 1) {
     g_table->ledgers[1] = {.total = 5, .changes = {0, 5}};
     g_table->ledgers[0] = {.total = 7, .changes = {0, 6}};
     g_table->turn = Turn{.ticket = 2, .ledger = 1}.Word();
   }
-  return g_real_rma.readmsg(ep, msg, flags);
+  return g_real_rma.read(ep, buf, len, desc, peer, addr, key, context);
 }
 
 int main() {
@@ -46,22 +47,22 @@ int main() {
     printf("wrong: which records are valid\n");
     return 1;
   }
-  Domain domain(GetInfo());
+  Domain domain;
   SharedMemory memory(domain);
-  g_table = reinterpret_cast<SharedTable*>(memory.buf.data.get());
+  g_table = memory.table;
   Session server(domain);
   g_server = &server;
   TableClient client(domain);
   Bookkeeper keeper{client};
   Endpoint& endpoint = client.session.endpoint;
   client.session.peer = endpoint.AddPeerAddress(server.endpoint.addr);
-  client.joined.client = 1;
-  client.joined.table = memory.region;
+  client.joined.addr = memory.base;
+  client.joined.rkey = fi_mr_key(memory.buf.mr);
   fi_ops_cq cq_ops = g_real_cq = *endpoint.cq.ptr->ops;
   cq_ops.read = ReadBoth;
   endpoint.cq.ptr->ops = &cq_ops;
   fi_ops_rma rma_ops = g_real_rma = *endpoint.ep.ptr->rma;
-  rma_ops.readmsg = ReadLate;
+  rma_ops.read = ReadLate;
   endpoint.ep.ptr->rma = &rma_ops;
   g_table->ledgers[0] = {.total = 4, .changes = {0, 4}};
   g_table->turn = Turn{.ticket = 1, .ledger = 0}.Word();

@@ -11,7 +11,7 @@ RANDOM_FILL, PROGRESS = 6, 7  # of 6_write, 7_queue, 11_rails and 14_strangers
 MALLOC, FREE, REPLY, REFUSAL, ALIVE = range(6, 11)  # of 8_malloc
 PUT = 6  # and PROGRESS, of 9_file
 READY, CHUNK, CREDIT, SAVED, FAILED = range(8, 13)
-JOIN, APPEND, TABLE_REPLY, REPORT, TABLE_ALIVE = range(6, 11)  # of 10_lock
+JOIN, FINISH, TABLE_REPLY, TABLE_ALIVE = range(7, 11)  # of 10_lock
 # Of 13_crowd, which knows no WAIT.
 CROWD_REFUSED, GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(4, 11)
 
@@ -114,21 +114,6 @@ def reply(*piece):
 
 def read_reply(message):
     return Piece(*struct.unpack("<3Q", message[len(plain(0)):]))
-
-
-def alive(finished=0):
-    """An ALIVE to the server of 10_lock: so many operations so far."""
-    return base(TABLE_ALIVE) + struct.pack("<Q", finished)
-
-
-def append(client=1, count=0):
-    """An APPEND to the server of 10_lock."""
-    return base(APPEND) + struct.pack("<2I", client, count)
-
-
-def report(entries=0, changes=0):
-    """A REPORT to the server of 10_lock."""
-    return base(REPORT) + struct.pack("<2Q", entries, changes)
 
 
 def put(name=b"file", size=0, slots=1):

@@ -3,11 +3,11 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, CREDIT, CROWD_REFUSED, DELETE, DONE,
-                      FAILED, FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED,
-                      STORE, TABLE_REPLY, TEXT, USAGE, WAIT, alive, append, base, chunk,
-                      credit, crowd_base, crowd_request, end, fill, fill_repeatedly,
-                      guarded_fill, nonce_fill, numbers, plain, put, report, request)
+from messages import (ACCEPT, ALIVE, BYE, CONNECT, CROWD_REFUSED, DELETE, DONE, FAILED, FINISH,
+                      FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED, STORE,
+                      TABLE_ALIVE, TABLE_REPLY, TEXT, WAIT, base, chunk, credit, crowd_base,
+                      crowd_request, fill, fill_repeatedly, guarded_fill, nonce_fill, plain,
+                      put, request)
 
 # Where something is left out, what many programs share, letter for letter, is tried with
 # these.
@@ -318,12 +318,9 @@ BAD_CROWDS = {
                         crowd_base(0)],
 }
 BAD_TABLES = {
-    "REPLY": [base(TABLE_REPLY) + bytes(40)],
-    "ALIVE cut short": [alive()[:-1]],
-    "APPEND cut short": [append()[:-1]],
-    "REPORT cut short": [report()[:-1]],
-    "second REPORT": [report(), report()],
-    "after good ones": [alive(), base(JOIN), append(), report(), base(0)],
+    "REPLY": [plain(TABLE_REPLY) + bytes(32)],
+    "after good ones": [plain(TABLE_ALIVE), plain(JOIN), plain(FINISH), plain(FINISH),
+                        plain(99)],
 }
 
 
@@ -409,7 +406,6 @@ TABLE = {
         most_added=45),
     "10_lock": Entry(
         success="Data is correct.",
-        guarded=True,
         long=["10000"],
         wrong=WRONG_COUNTS,
         sizes=[["1"], ["300"]],
@@ -419,8 +415,8 @@ TABLE = {
         killed_in="test_lock.py",
         refused_by=["net"],  # has no atomic operations
         lossy_over=["udp;ofi_rxd"],  # now and then one of many atomic operations
-        bad_sessions=BAD_TABLES,
-        work=base(JOIN),
+        bad_sessions={**BAD_PLAIN, **BAD_TABLES},
+        work=plain(JOIN),
         most_added=100),
     "12_sleep": Entry(
         success="Of 1000 answers, half took up to ",

@@ -12,9 +12,8 @@ import time
 import pytest
 
 from fakes import Borrower, FakeServer
-from harness import BUILD, LIBFABRIC_LEAKS, PROVIDERS
-from messages import (ACCEPT, ALIVE, FREE, MALLOC, REFUSAL, plain, reply, request,
-                      type_of)
+from harness import BUILD, LIBFABRIC_LEAKS
+from messages import ACCEPT, ALIVE, FREE, MALLOC, REFUSAL, plain, reply, type_of
 from repository import ROOT
 
 POOL = 256 << 20  # bytes

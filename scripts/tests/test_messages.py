@@ -16,9 +16,9 @@ import fakes
 from fakes import FakeClient
 from harness import BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, Server
 from marks import ends_in_a_rendezvous
-from messages import (ACCEPT, ALIVE, BYE, CONNECT, FAILED, FILE_ALIVE, LONGEST, PROGRESS,
-                      REFUSED, TABLE_ALIVE, TEXT, WAIT, address_message, base, plain,
-                      read_fill, read_guarded_fill, reply, type_and_nonce, type_of)
+from messages import (ACCEPT, BYE, CONNECT, FAILED, LONGEST, PROGRESS, REFUSED, TABLE_ALIVE,
+                      TEXT, WAIT, address_message, base, plain, read_fill, read_guarded_fill,
+                      type_and_nonce, type_of)
 from repository import variant
 from table import BAD_ANYWHERE, FORMER, TABLE
 

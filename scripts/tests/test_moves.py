@@ -76,15 +76,8 @@ PROMISES = {
         "again": Promise([["1000000"], ["5"]], SAVED, {"Done": 2})},
     "10_lock": {
         "": Promise([["50"]] * 2, "^Data is correct\\.$",
-                    {"^the log has \\d+ entries, .* It all fits together\\.$": 1}),
-        "clear": Promise([["50"]] * 2, "^The log has 0 of 1048576 entries\\.$",
-                         {"^\\[\\d\\] Done\\.$": 2}),
-        "append": Promise([["50"]], "^\\[1\\] 50 entries by READ and WRITE: ",
-                          {"^our own log has 50 entries, the shared one 50\\.$": 1}),
-        "add": Promise([["50"]] * 2, "^Data is correct\\.$",
-                       {"^the log has \\d+ entries\\.$": 1}),
-        "ledger": Promise([["50"]], "^Data is correct\\.$",
-                          {"^the log has 50 entries, the ledger 50 changes\\.$": 1})},
+                    {"^the log has \\d+ entries .* It all fits together\\.$": 1}),
+        "append": Promise([["50"]], "^Done\\.$", {"^the log has 50 entries$": 1})},
     # With one adapter. What several do is in test_walk.py.
     "11_rails": {"": Promise([["4096", "100", "3"]] * 2, "^Data is correct\\.$",
                              {"bw=[0-9.]+Gbps": 2, "Done": 2})},

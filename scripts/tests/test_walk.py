@@ -414,15 +414,15 @@ def test_same_place(walk):
     """Two clients that READ how long a log is, and WRITE that, take the same places: not
     each time, but soon. With FETCH-AND-ADD, each client finds its entries."""
     server = walk(10, "append", "tcp")
-    for _ in range(20):
+    for rounds in range(1, 21):
         clients = [server.start_client("2000") for _ in range(2)]
         assert [client.wait() for client in clients] == [0, 0]
-        server.process.wait_for("^our own log has")
-        own, shared = re.findall(r"^our own log has (\d+) entries, the shared one (\d+)\.$",
-                                 server.process.output, re.M)[-1]
-        if int(shared) < int(own):
+        server.process.wait_for("^the log has", count=rounds)
+        entries = sum(map(int, re.findall(r"^the log has (\d+) entries$",
+                                          server.process.output, re.M)))
+        if entries < 4000 * rounds:
             break
-    assert int(shared) < int(own)
+    assert entries < 4000 * rounds
     server = walk(10, "add", "tcp")
     clients = [server.start_client("2000") for _ in range(2)]
     for client in clients:
@@ -438,7 +438,7 @@ def test_unlocked_ledger(walk, provider):
         clients = [server.start_client("300") for _ in range(2)]
         status = [client.wait() for client in clients]
         found = server.process.wait_for(
-            r"^the log has 600 entries, the ledger (\d+) changes\.")
+            r"^.*the log has 600 entries .0 holes., the ledger (\d+) changes\.")
         if word == "ledger":
             assert status != [0, 0] and int(found[1]) < 600
             assert "of our 300 changes of the ledger have been lost" in \
@@ -448,36 +448,27 @@ def test_unlocked_ledger(walk, provider):
 
 
 @pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
-@after(10, "lock lease")
+@after(10, "lock")
 def test_dead_owner(walk, provider):
-    """A client that is killed while it has the lock locks everybody out, until a turn is
-    over after a second."""
-    for word in "lock", "lease":
-        server = walk(10, word, provider)
-        server.env = {**server.env, "HOLD_MS": "60000"}
-        owner = server.start_client("3")
-        owner.wait_for("FETCH-AND-ADD and WRITE: ")
-        time.sleep(0.5)
-        owner.signal(signal.SIGKILL)
-        owner.wait()
-        server.env = {**server.env, "HOLD_MS": "0"}
-        other = server.start_client("5")
-        other.wait_for("FETCH-AND-ADD and WRITE: ")
-        if word == "lease":
-            assert other.wait() == 0, other.output
-            assert "of others that we ended: 1" in other.output
-        else:
-            time.sleep(3)
-            assert "under the lock" not in other.output
-            other.signal(signal.SIGINT)
-            assert other.wait() == 1
+    """The turn of a client that is killed while it has the lock is over after a second."""
+    server = walk(10, "lock", provider)
+    server.env = {**server.env, "HOLD_MS": "60000"}
+    owner = server.start_client("3")
+    owner.wait_for("FETCH-AND-ADD and WRITE: ")
+    time.sleep(0.5)
+    owner.signal(signal.SIGKILL)
+    owner.wait()
+    server.env = {**server.env, "HOLD_MS": "0"}
+    other = server.start_client("5")
+    assert other.wait() == 0, other.output
+    assert "of others that we ended: 1" in other.output
 
 
 @pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
-@after(10, "lease aside")
+@after(10, "lock aside")
 def test_slow_owner(walk, provider):
     """A client that was only slow spoils the ledger, until it WRITEs aside."""
-    for word in "lease", "aside":
+    for word in "lock", "aside":
         server = walk(10, word, provider)
         server.env = {**server.env, "HOLD_MS": "3000"}
         slow = server.start_client("2")
@@ -485,46 +476,13 @@ def test_slow_owner(walk, provider):
         server.env = {**server.env, "HOLD_MS": "0"}
         other = server.start_client("5")
         assert other.wait() == 0 and "of others that we ended: 1" in other.output
-        if word == "lease":
+        if word == "lock":
             assert slow.wait() == 1 and "error: the ledger is wrong" in slow.output
         else:
             assert slow.wait() == 0, slow.output
             server.process.wait_for(
-                r"^the log has 7 entries, the ledger 7 changes\. It all fits together\.$")
-
-
-def torn(word):
-    """The program after a move, with few records that are long."""
-    source, count = re.subn(r"data\[2\d\d\]", "data[1048552]",
-                            moves.states("10_lock")[position("10_lock", word)])
-    assert count == 1, f"it has {count} arrays of 200 to 299 bytes"
-    return source
-
-
-TORN = {word: variant("10_lock", ("kNumRecords = 1024", "kNumRecords = 16"),
-                      ("kKeysPerClient = 32", "kKeysPerClient = 1"),
-                      source=functools.partial(torn, word))
-        for word in ("records", "checksum")}
-
-
-@over_tcp
-@after(10, "records checksum")
-def test_half_a_record(run):
-    """A READ finds half of a WRITE: not each time, but soon. A checksum shows it, and the
-    client READs again."""
-    for word in "records", "checksum":
-        server = First(run, TORN[word](), "10_lock", "tcp")
-        for _ in range(20):
-            clients = [server.start_client("150") for _ in range(4)]
-            for client in clients:
-                client.wait()
-            output = "".join(client.output for client in clients)
-            if word == "checksum":
-                assert output.count("Data is correct.") == 4, output
-            if re.search(r"error: version \d+ begins with|half a WRITE: [1-9]", output):
-                break
-        else:
-            pytest.fail("no READ has found half of a WRITE")
+                r"^the log has 7 entries .0 holes., the ledger 7 changes\. It all fits "
+                r"together\.$")
 
 
 # ---- Chapter 11: two hosts, with links of known speeds ----

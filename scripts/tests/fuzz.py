@@ -239,7 +239,7 @@ SESSIONS = {
     "9_file": session_of_a_file,
     "10_lock": session_of_changes,
     "11_rails": functools.partial(session_of_fills, "RANDOM_FILL"),
-    "12_sleep": functools.partial(session_of_texts, "TEXT"),
+    "12_sleep": functools.partial(session_of_texts, "plain TEXT"),
     "13_crowd": session_of_a_crowd,
     "14_strangers": functools.partial(session_of_fills, "RANDOM_FILL"),
 }

@@ -412,10 +412,6 @@ MUTANTS |= {
         "an error about memory names `ulimit -l`", "14_strangers",
         "if (error == FI_ENOMEM) {", "if (error == -1) {",
         "test_failures.py test_locked_memory and 14_strangers"),
-    "control-characters": Mutant(
-        "a terminal does not obey a text from the other side", "12_sleep",
-        "c < ' ' || c > '~' ? '?' : c", "c == 0x7f ? '?' : c",
-        "test_messages.py test_terrible_texts_of_clients"),
     "pipe": Mutant(
         "nobody who reads our output ends us", "14_strangers",
         "signal(SIGPIPE, SIG_IGN);", "",
@@ -441,17 +437,6 @@ MUTANTS |= {
         "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
         "      } catch (const std::logic_error& e) {\n",
         "test_attacks.py test_junk_at_the_door and 14_strangers"),
-    "junk-before-a-connect": Mutant(
-        "nobody sleeps while there are messages in hand", "12_sleep",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::exception& e) {\n",
-        "        Add(ReadConnect(*listener.Take(), AppMessageType::kConnect));\n"
-        "      } catch (const std::logic_error& e) {\n",
-        "test_attacks.py test_junk_before_a_connect"),
-    "answers-that-nobody-takes": Mutant(
-        "they do not pile up", "12_sleep",
-        "    if (session.mailbox.unsent >= kRecvCount) {\n", "    if (false) {\n",
-        "test_attacks.py test_answers_that_nobody_takes"),
     "number-of-another": Mutant(
         "only a client itself says which of its chunks have arrived", "9_file",
         "return chunk ^ (nonce | 1u << 31);", "return chunk ^ 1u << 31;",
@@ -552,11 +537,6 @@ MUTANTS |= {
         "14_strangers",
         "if ((entry.flags & FI_RECV) &&\n", "if (false &&\n",
         "test_strict.py test_receipt_fails and 14_strangers"),
-    "printable": Mutant(
-        "no text turns the direction of a terminal", "12_sleep",
-        "c < ' ' || c > '~' ? '?' : c",
-        "(c & 0x80) == 0 && (c < ' ' || c > '~') ? '?' : c",
-        "test_messages.py test_terrible_texts_of_clients"),
     "address-size": Mutant(
         "a length in a message is checked", "14_strangers",
         "connect.addr_size > sizeof(connect.addr)", "false",
@@ -720,22 +700,20 @@ MUTANTS |= {
         "test_sleep.py test_asleep"),
     "sleep-empty-wakes": Mutant(
         "a descriptor that is always readable does not keep us busy", "12_sleep",
-        "if (++domain.empty_wakes > kManyWakes) {",
-        "if (false) {",
+        "can_be_woken && domain.empty_wakes < kEmptyWakes) {", "can_be_woken) {",
         "test_sleep.py test_asleep"),
     "sleep-long-pause": Mutant(
         "after a long silence the pauses are longer", "12_sleep",
-        "kIdlePause, kMaxPause);", "kIdlePause, kIdlePause);",
+        "kIdlePause, kMaxPause));", "kIdlePause, kIdlePause));",
         "test_sleep.py test_long_pauses"),
     "sleep-signal": Mutant(
         "a signal ends a sleep that is about to begin", "12_sleep",
         "  eventfd_write(g_wake_fd, 1);  // wakes a loop that is about to fall asleep\n",
         "",
         "test_sleep.py test_signal_before_sleep"),
-    "sleep-all-endpoints": Mutant(
-        "the descriptors of all endpoints wake a server", "12_sleep",
-        "      endpoints.push_back(&client.session.endpoint);\n",
-        "      (void)client;\n",
+    "sleep-all-sessions": Mutant(
+        "the descriptors of all sessions wake a server", "12_sleep",
+        "    for (ServedClient& client : clients) sessions.push_back(&client.session);\n", "",
         "test_sleep.py test_woken and default"),
     "crowd-in-flight": Mutant(
         "no client has more than its share of the room for SENDs", "13_crowd",
@@ -906,10 +884,6 @@ MUTANTS |= {
         "    domain.empty_wakes = 0;\n    if (ret == -FI_EAVAIL) {",
         "    if (ret == -FI_EAVAIL) {",
         "test_sleep.py test_woken_once"),
-    "sleep-line": Mutant(
-        "a server does not sleep while somebody waits in line", "12_sleep",
-        "waiting ? kIdlePause : kMaxSleep", "kMaxSleep",
-        "test_sleep.py test_ninth_client"),
     "family": Mutant(
         "an address of another family spoils no address vector", "13_crowd",
         "(internet ? 2 : 0)", "(internet ? 0 : 0)",
@@ -940,15 +914,6 @@ MUTANTS |= {
         "silence > kSilenceLimit && client.peer.Unsent() > 0 &&",
         "silence > 1h && client.peer.Unsent() > 0 &&",
         "test_attacks.py test_invented_addresses_of_a_crowd"),
-    "many-wakes": Mutant(
-        "many new connections are accepted soon", "12_sleep",
-        "if (++domain.empty_wakes > kManyWakes) {",
-        "if (++domain.empty_wakes > kEmptyWakes) {",
-        "test_attacks.py test_idle_connections"),
-    "full-line": Mutant(
-        "the line has an end", "12_sleep",
-        "visitors.size() < kMaxWaiting", "visitors.size() < 1000 * kMaxWaiting",
-        "test_sleep.py test_full_line"),
     "crowd-connect-twice": Mutant(
         "a CONNECT that comes twice begins one conversation", "13_crowd",
         "      if (it->second.nonces.contains(connect.base.nonce)) return;\n", "",
@@ -1042,9 +1007,8 @@ MUTANTS |= {
         "  SayBye(rails);\n",
         "test_rails.py test_late_bytes"),
     "later-answers": Mutant(
-        "each answer is compared, and not only the first", "12_sleep",
-        "  if (received != std::string(text.rbegin(), text.rend())) {",
-        "  if (print && received != std::string(text.rbegin(), text.rend())) {",
+        "each answer is compared", "12_sleep",
+        "  if (received != std::string(text.rbegin(), text.rend())) {", "  if (false) {",
         "test_sleep.py test_a_later_answer"),
     "crowd-order": Mutant(
         "answers leave in their order", "13_crowd",
@@ -1179,12 +1143,11 @@ MUTANTS |= {
         "test_sleep.py test_woken_once"),
     "strict-no-trywait": Mutant(
         "nobody asks where nothing can wake us", "12_sleep",
-        "if (!can_be_woken) {", "if (false) {",
+        "    if (can_be_woken && domain", "    if (domain",
         "test_strict.py test_rules and 12_sleep and default"),
     "strict-refused": Mutant(
         "what there was no room for is posted again without a wake-up", "12_sleep",
-        "if (endpoint->refused || endpoint->wait_fd < 0) can",
-        "if (endpoint->wait_fd < 0) can",
+        "if (endpoint.refused || endpoint.wait_fd < 0) can", "if (endpoint.wait_fd < 0) can",
         "test_sleep.py test_woken_once"),
     "strict-rail-notification": Mutant(
         "the last WRITE waits for those on all rails", "11_rails",

@@ -19,10 +19,9 @@ QUICKLY = ["BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS}"]
 # Whether nothing is left out: see scripts/README.md.
 ALL = os.environ.get("ALL") == "1"
 
-# The code of these is still that from before 5_reverse and 7_queue were made lean, so the
-# difference to their parents is no step, and nothing compares the two. The next issue makes
-# a step of each, and this goes.
-APART = ["12_sleep", "14_strangers"]
+# The code of these is still that from before 7_queue was made lean, so the difference to
+# their parents is no step, and nothing compares the two.
+APART = ["13_crowd", "14_strangers"]
 
 
 def number(name):

@@ -424,15 +424,13 @@ TABLE = {
         most_added=100),
     "12_sleep": Entry(
         success="Of 1000 answers, half took up to ",
-        guarded=True,
         long=["x" * 60000],
         wrong=WRONG_TEXTS,
         sizes=[["x"], ["0123456789" * 600]],
         # It sends the texts of 5_reverse, a thousand times each: test_texts need not.
         longest_text=0,
-        bad_sessions={"empty text": [base(TEXT)],
-                      "after a good one": [base(TEXT) + b"text", base(TEXT)]},
-        work=base(TEXT) + b"x" * 60000),
+        bad_sessions={**BAD_PLAIN, "after a good one": [plain(TEXT) + b"text", plain(7)]},
+        work=plain(TEXT) + b"x" * 60000),
     "13_crowd": Entry(
         success=" replies, all correct, ",
         guarded=True,

@@ -61,18 +61,17 @@ constexpr size_t kClientRecvCount = 4;            // RECVs, for the server
 constexpr size_t kCompletionQueueSize = 16384;    // enough for all that follows
 constexpr size_t kCompletionQueueReadCount = 64;  // entries read at a time
 constexpr size_t kMaxClients = 4000;              // of the server
-constexpr size_t kConnectBatch = 4;   // CONNECTs that are handled at a time
 constexpr size_t kBlockedBatch = 64;  // peers that have their turn at a time
 constexpr size_t kMaxInFlight = 4;    // SENDs to one peer
 constexpr size_t kMaxUnsent = 16;     // SENDs to one peer, with those that wait
 constexpr auto kConnectAgain = 1s;    // without an ACCEPT
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
 
-constexpr size_t kMaxKeySize = 64;            // bytes
-constexpr size_t kMaxValueSize = 1024;        // bytes
-constexpr size_t kMaxStoreSize = 64 << 20;    // bytes, of all entries
-constexpr size_t kEntrySize = 128;            // bytes, beside key and value
-constexpr size_t kMaxNumber = 1'000'000'000;  // on the command line
+constexpr size_t kMaxKeySize = 64;          // bytes
+constexpr size_t kMaxValueSize = 1024;      // bytes
+constexpr size_t kMaxStoreSize = 64 << 20;  // bytes, of all entries
+constexpr size_t kEntrySize = 128;          // bytes, beside key and value
+constexpr size_t kMaxNumber = 1'000'000;    // on the command line
 
 // ---- Errors and signals ----
 
@@ -497,7 +496,7 @@ struct Mailbox {
     }
   }
 
-  // Posts the messages to a peer, in order, as far as libfabric has room. A peer
+  // Posts the messages to a peer, in order, as far as libfabric has room. One
   // that does not read must not use up the room of all others, so each has a
   // share of it.
   void PostSends(const std::shared_ptr<Peer>& peer) {
@@ -659,7 +658,6 @@ struct Server {
   Domain domain;
   Clients clients;
   std::map<Address, uint64_t> numbers;  // of the clients, by their addresses
-  std::deque<Message> connects;         // CONNECTs that are still to be handled
   std::map<std::string, std::string> store;
   size_t store_size = 0;  // bytes
   size_t num_requests = 0;
@@ -667,30 +665,24 @@ struct Server {
   Clock::time_point looked_at = Clock::now();
   Mailbox mailbox{domain, kServerRecvCount};
 
-  // Handles the messages that have come. Returns 0 if there was nothing to do.
+  // Handles the messages that have come. Returns the number of completions.
   size_t Poll() {
     size_t completions = mailbox.Poll();
     while (std::optional<Message> message = mailbox.Take()) {
       HandleMessage(*message);
     }
-    // A few at a time: contacting a client may take a millisecond.
-    for (size_t i = 0; i < kConnectBatch && !connects.empty(); ++i) {
-      Message message = std::move(connects.front());
-      connects.pop_front();
-      HandleConnect(message);
-    }
     if (Clock::now() - looked_at >= kMaxSleep) {
       looked_at = Clock::now();
       ForgetGone();
+      PrintStatus();
     }
-    return completions + connects.size();
+    return completions;
   }
 
   // Handles a message. Ignores what no client of ours can have sent.
   void HandleMessage(const Message& message) {
     if (message.header.type == AppMessageType::kConnect) {
-      if (connects.size() < kMaxClients) connects.push_back(message);
-      return;
+      return HandleConnect(message);
     }
     auto it = clients.find(message.header.number);
     if (it == clients.end()) return;
@@ -797,7 +789,7 @@ struct Server {
     clients.erase(it);
   }
 
-  // Forgets the clients that have gone. Prints how things stand.
+  // Forgets the clients that have gone.
   void ForgetGone() {
     for (auto it = clients.begin(); it != clients.end();) {
       auto client = it++;
@@ -811,6 +803,10 @@ struct Server {
         Forget(client, "it has been silent for long");
       }
     }
+  }
+
+  // Prints how things stand, if that has changed.
+  void PrintStatus() {
     std::string status = std::to_string(clients.size()) + " clients, " +
                          std::to_string(num_requests) + " requests so far";
     if (status != printed) printf("%s\n", status.c_str());
@@ -1031,21 +1027,19 @@ constexpr const char* kUsage =
     "  13_crowd ADDRESS {put KEY VALUE | get KEY | delete KEY}\n"
     "      Have it store a value, return it, or forget it.\n"
     "  13_crowd ADDRESS CLIENTS [REQUESTS [PERIOD]]\n"
-    "      Run many clients, with so many requests (1000) each, one every "
-    "PERIOD\n"
-    "      milliseconds (0).\n"
+    "      Run many clients, with so many requests (1000) each, one every\n"
+    "      PERIOD milliseconds (or at once).\n"
     "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n";
 
-// Reads a number from `min` to kMaxNumber. Throws std::invalid_argument.
-size_t ParseNumber(const std::string& text, size_t min = 1) {
+// Reads a number from 1 to `max`. Throws std::invalid_argument.
+size_t ParseNumber(const std::string& text, size_t max) {
   size_t number = 0;
   const char* end = text.data() + text.size();
   auto result = std::from_chars(text.data(), end, number);
-  if (result.ec != std::errc() || result.ptr != end || number < min ||
-      number > kMaxNumber) {
-    throw std::invalid_argument("not a number from " + std::to_string(min) +
-                                " to " + std::to_string(kMaxNumber) + ": " +
-                                text);
+  if (result.ec != std::errc() || result.ptr != end || number < 1 ||
+      number > max) {
+    throw std::invalid_argument("not a number from 1 to " +
+                                std::to_string(max) + ": " + text);
   }
   return number;
 }
@@ -1098,9 +1092,9 @@ int main(int argc, char** argv) {
       return 0;
     }
     if (args.size() > 3) throw std::invalid_argument("too many arguments");
-    size_t num_clients = ParseNumber(args[0]);
-    size_t requests = args.size() > 1 ? ParseNumber(args[1]) : 1000;
-    size_t period = args.size() > 2 ? ParseNumber(args[2], 0) : 0;
+    size_t num_clients = ParseNumber(args[0], kMaxClients);
+    size_t requests = args.size() > 1 ? ParseNumber(args[1], kMaxNumber) : 1000;
+    size_t period = args.size() > 2 ? ParseNumber(args[2], kMaxNumber) : 0;
     CrowdMain(server_addr, num_clients, num_clients * requests,
               std::chrono::milliseconds(period));
     return 0;

@@ -91,11 +91,8 @@ PROMISES = {
                              {"bw=[0-9.]+Gbps": 2, "Done": 2})},
     "13_crowd": {
         "": CROWD,
-        "clear": LAGER,
         "number": LAGER._replace(clients=[["lager"]] * 3),
-        "share": LAGER._replace(clients=[["lager"]] * 3),
-        "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$"),
-        "client": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
+        "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
 }
 
 

@@ -860,7 +860,10 @@ struct Client {
   // not know us or may have forgotten us.
   void Ask(AppMessageType type, const std::string& key,
            const std::string& new_value = {}) {
-    if (Clock::now() - asked_at > kForgetAfter / 2) connected = false;
+    if (Clock::now() - asked_at > kForgetAfter / 2) {
+      mailbox.Poll();  // libfabric notices if the server has hung up
+      connected = false;
+    }
     reply.reset();
     request = type;
     content = key + '\0' + new_value;

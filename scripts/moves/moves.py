@@ -31,6 +31,8 @@ import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 MOST_ADDED = 120  # lines, in a move
+# One that replaces the sessions and the application of its parent may add more.
+MOST_ADDED_BY = {"13.1 number": 230}
 MOST_IN_ALL = 1.25  # lines that all moves add, for each one that the step adds
 LONGEST_LINE = 80
 
@@ -232,8 +234,9 @@ def check(step, root=ROOT, compiled=False):
             messages.append(f"{move}: it has no title")
         added, _ = count(*texts[k - 1:k + 1])
         total += added
-        if added > MOST_ADDED:
-            messages.append(f"{move}: it adds {added} lines; {MOST_ADDED} is the limit")
+        limit = MOST_ADDED_BY.get(move, MOST_ADDED)
+        if added > limit:
+            messages.append(f"{move}: it adds {added} lines; {limit} is the limit")
         messages += [f"{move}: line {at} is longer than {LONGEST_LINE} characters"
                      for at, line in enumerate(texts[k].split("\n"), 1)
                      if len(line) > LONGEST_LINE]

@@ -10,9 +10,9 @@ import time
 
 from harness import BUILD, provider_in
 from messages import (ACCEPT, BYE, CONNECT, CREDIT, FAILED, FREE, MALLOC, PROGRESS, READY,
-                      REFUSAL, REPLY, WAIT, address_message, base, crowd_base, crowd_connect,
-                      crowd_request, plain, put, read_address, read_crowd, read_reply, request,
-                      type_and_nonce, type_of, with_nonce)
+                      REFUSAL, REPLY, WAIT, address_message, base, crowd, crowd_request, plain,
+                      put, read_address, read_crowd, read_reply, request, type_and_nonce,
+                      type_of, with_nonce)
 from table import TABLE
 
 
@@ -277,39 +277,33 @@ class FileSender(FakeClient):
 
 class CrowdGuest(FakeClient):
     """A client of 13_crowd. All of them send to the same endpoint, so each message
-    begins with the number and the nonce of its client."""
+    begins with the number of its client."""
 
     def __init__(self, run, server):
         super().__init__(run, server)
-        self.nonce = new_nonce()
-        self.number = 0  # until there is an ACCEPT
+        self.number = new_number()
         self.sequence = 0
 
     def send_line(self, message, as_it_is=False):
-        """The command that sends it, if it is long enough with our number and nonce."""
-        if not as_it_is and len(message) >= len(crowd_base(0)):
-            message = message[:4] + crowd_base(0, self.number, self.nonce)[4:] + \
-                message[12:]
+        """The command that sends it, if it is long enough with our number."""
+        if not as_it_is and len(message) >= 16:
+            message = message[:8] + struct.pack("<Q", self.number) + message[16:]
         return "send " + message.hex()
 
-    def connect(self, address=None, addr_size=None):
-        return crowd_connect(self.address if address is None else address, addr_size,
-                             nonce=self.nonce)
+    def connect(self, address=None):
+        return crowd(CONNECT, self.address if address is None else address)
 
     def receive(self):
         """Returns the next message of this conversation."""
-        while (message := read_crowd(self.receive_any())).nonce != self.nonce:
+        while (message := read_crowd(self.receive_any())).number != self.number:
             pass
         return message
 
     def open_session(self):
         """Begins a conversation. Returns the answer."""
-        self.nonce, self.number = new_nonce(), 0
+        self.number = new_number()
         self.send(self.connect())
-        answer = self.receive()
-        if answer.type == ACCEPT:
-            self.number = answer.number
-        return answer
+        return self.receive()
 
     def request(self, type_, key=b"key", value=b""):
         """A request with the next number in sequence."""
@@ -320,27 +314,29 @@ class CrowdGuest(FakeClient):
         """Asks for something. Returns the reply."""
         self.send(self.request(type_, key, value))
         reply = self.receive()
-        assert (reply.number, reply.sequence) == (self.number, self.sequence), reply
+        assert reply.sequence == self.sequence, reply
         return reply
 
     def leave(self):
-        self.send(crowd_base(BYE))
+        self.send(crowd(BYE))
+
+
+def new_number():
+    return random.getrandbits(64)
 
 
 class CrowdHost(CrowdGuest):
-    """A server of 13_crowd, for a client that it meets. Its number and nonce are those
-    of the client."""
+    """A server of 13_crowd, for a client that it meets, whose number it takes."""
 
     def __init__(self, run, build, *args, provider=""):
         provider = provider or chosen_provider(run, build, "13_crowd")
         self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
         self.client = run([f"{build}/13_crowd", self.address, *args], provider)
-        self.number = 1
-        connect = self.receive_any()
-        assert type_and_nonce(connect) == (CONNECT, 0)
-        (self.nonce, size) = struct.unpack_from("<2I", connect, 8)
-        self.client_address = connect[16:16 + size].hex()
+        connect = read_crowd(self.receive_any())
+        assert (connect.type, connect.sequence) == (CONNECT, 0)
+        self.number = connect.number
+        self.client_address = connect.body.hex()
         self.peer(self.client_address)
 
     def receive(self):
@@ -351,4 +347,4 @@ class CrowdHost(CrowdGuest):
         return message
 
     def reply(self, type_, value=b"", sequence=1):
-        self.send(crowd_request(type_, b"", value, sequence))
+        self.send(crowd(type_, value, sequence))

@@ -30,9 +30,9 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, CROWD_REFUSED, DELETE, DONE, FINISH,
-                      FREE, GET, JOIN, LONGEST, MALLOC, PROGRESS, PUT, RANDOM_FILL, STORE,
-                      TABLE_ALIVE, TEXT, WAIT, base, read_address, read_crowd, with_nonce)
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, DELETE, DONE, FINISH, FREE, GET,
+                      JOIN, LONGEST, MALLOC, PROGRESS, PUT, RANDOM_FILL, STORE, TABLE_ALIVE,
+                      TEXT, WAIT, base, read_address, read_crowd, with_nonce)
 from repository import ROOT
 
 SANITIZED = "build/sanitized"
@@ -45,14 +45,15 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # ---- The messages ----
 
-# The messages of these begin with nothing but the type, those of 13_crowd with a number
-# and a nonce, and all others with a nonce.
-PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "9_file", "10_lock", "11_rails"]
+# The messages of 13_crowd begin with the type, the number of a request and that of the
+# client, those of 14_strangers with a nonce, and all others with nothing but the type.
+PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "9_file", "10_lock", "11_rails",
+         "12_sleep"]
 # The fields behind that: in the letters of Python's struct, except "bytes" (any number of
 # them) and "numbers" (any number of uint32_t).
 PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
 PLAIN_FILL = [*PLACE, ("page_size", "I"), ("imm_data", "I")]
-IN_A_CROWD = [("number", "I"), ("nonce", "I")]
+IN_A_CROWD = [("sequence", "I"), ("number", "Q")]
 GUARDED = {
     "CONNECT": (CONNECT, [("addr_size", "I"), ("addr", "256s")]),
     "BYE": (BYE, []),
@@ -83,13 +84,11 @@ FORMATS = {
     "JOIN": (JOIN, []),
     "FINISH": (FINISH, []),
     "ALIVE of 10_lock": (TABLE_ALIVE, []),
-    "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr_size", "I"),
-                                      ("addr", "256s")]),
+    "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr", "bytes")]),
     "BYE of 13_crowd": (BYE, IN_A_CROWD),
-    **{f"{name} of 13_crowd": (type_, [*IN_A_CROWD, ("sequence", "I"),
-                                       ("key_size", "I"), ("bytes", "bytes")])
+    **{f"{name} of 13_crowd": (type_, [*IN_A_CROWD, ("bytes", "bytes")])
        for name, type_ in [("GET", GET), ("STORE", STORE), ("DELETE", DELETE),
-                           ("DONE", DONE), ("REFUSED", CROWD_REFUSED)]},
+                           ("DONE", DONE)]},
 }
 BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
               2**64 - 1]
@@ -225,10 +224,9 @@ def session_of_a_crowd(rng, number):
         value = b"v" * rng.choice([0, 1, 100, 1024])
         kind = rng.choice(["GET", "STORE", "STORE", "DELETE"])
         messages.append(Message(f"{kind} of 13_crowd", sequence=sequence,
-                                key_size=len(key),
-                                bytes=key + value * (kind == "STORE")))
+                                bytes=key + b"\0" + value * (kind == "STORE")))
     if rng.random() < 0.1:
-        messages.append(Message(rng.choice(["DONE of 13_crowd", "REFUSED of 13_crowd"])))
+        messages.append(Message("DONE of 13_crowd"))
     return messages
 
 
@@ -240,7 +238,7 @@ SESSIONS = {
     "9_file": session_of_a_file,
     "10_lock": session_of_changes,
     "11_rails": functools.partial(session_of_fills, "RANDOM_FILL of 7_queue"),
-    "12_sleep": functools.partial(session_of_texts, "TEXT"),
+    "12_sleep": functools.partial(session_of_texts, "plain TEXT"),
     "13_crowd": session_of_a_crowd,
     "14_strangers": functools.partial(session_of_fills, "RANDOM_FILL of 14_strangers"),
 }
@@ -586,20 +584,18 @@ class Fuzzer:
 class CrowdSender(Sender):
     """A client of 13_crowd."""
 
-    lasting = None  # a conversation that it does not end before it goes
-    conversations = 0  # so far
+    number = 0
 
     def connect(self):
-        return Message("CONNECT of 13_crowd", nonce=self.nonce,
-                       addr_size=len(self.address), addr=self.address)
+        return Message("CONNECT of 13_crowd", number=self.number, addr=self.address)
 
-    def accepted(self):
-        """Waits for an ACCEPT, and returns the number in it; None if there is none."""
+    def is_accepted(self):
+        """Waits for an ACCEPT."""
         while (message := self.wait()) is not None:
             answer = read_crowd(message)
-            if (answer.type, answer.nonce) == (ACCEPT, self.nonce):
-                return answer.number
-        return None
+            if (answer.type, answer.number) == (ACCEPT, self.number):
+                return True
+        return False
 
 
 class CrowdFuzzer(Fuzzer):
@@ -612,40 +608,27 @@ class CrowdFuzzer(Fuzzer):
         self.longest = 2048 + (args.provider != "shm")
 
     def step(self, sender, i):
-        """Messages of strangers, perhaps, and a conversation."""
+        """Messages of nobody, perhaps, and a conversation."""
         rng = self.rngs[i]
         assert self.server.process.popen.poll() is None, "the server has ended"
-        sender.nonce = rng.randrange(1, 2**32)
-        if not sender.lasting:
-            # As long as it lasts, the server does not give up the connection, and with
-            # it what is on its way for the next conversation.
-            sender.send(sender.connect().pack())
-            number = sender.accepted()
-            sender.lasting = number and (sender.nonce, number)
         for _ in range(rng.choice([0, 0, 2, 4, 8])):
             message = spoil(sender.connect(), rng, self.longest)
-            # Not one that begins a conversation, which would last for 30 s: the server
-            # has room for 4000. Nor one with an address that is only nearly one: the
-            # server would call there.
-            if len(message) < 272 or message[:4] != struct.pack("<I", CONNECT):
+            # Not one that begins a conversation with an address that is only nearly one:
+            # the server would call there.
+            if message[:4] != struct.pack("<I", CONNECT):
                 self.send(sender, i, message, "stranger")
-        # An address has four records at most, and those that were refused last a while.
-        sender.conversations += 1
-        if sender.conversations > 3:
-            # The next sender may have the same address.
-            sender.send(Message("BYE of 13_crowd").in_session(*sender.lasting).pack())
-            raise Lost("its address has had its records")
-        sender.nonce = rng.randrange(1, 2**32)
+        sender.number = rng.getrandbits(64)
         sender.send(sender.connect().pack())
         self.count("sessions")
-        number = sender.accepted()
-        assert number is not None, "the server does not answer"
-        messages = [message.in_session(sender.nonce, number) for message in
+        assert sender.is_accepted(), "the server does not answer"
+        messages = [message.in_session(0, sender.number) for message in
                     session_of_a_crowd(rng, self.counts["messages"])]
         bad = rng.randrange(-1, len(messages))  # -1: none
         for place, message in enumerate(messages):
             data = message.pack() if place != bad else \
                 spoil(message, rng, self.longest)
+            if data[:4] == struct.pack("<I", CONNECT):
+                continue
             if not self.send(sender, i, data, "session"):
                 self.count("too late")
                 return
@@ -654,8 +637,7 @@ class CrowdFuzzer(Fuzzer):
         if rng.random() < 0.05:
             self.count("abandoned")
         else:
-            sender.send(Message("BYE of 13_crowd").in_session(
-                sender.nonce, number).pack())
+            sender.send(Message("BYE of 13_crowd", number=sender.number).pack())
 
 
 class Run:

@@ -12,8 +12,7 @@ MALLOC, FREE, REPLY, REFUSAL, ALIVE = range(6, 11)  # of 8_malloc
 PUT = 6  # and PROGRESS, of 9_file
 READY, CHUNK, CREDIT, SAVED, FAILED = range(8, 13)
 JOIN, FINISH, TABLE_REPLY, TABLE_ALIVE = range(7, 11)  # of 10_lock
-# Of 13_crowd, which knows no WAIT.
-CROWD_REFUSED, GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(4, 11)
+GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(6, 12)  # of 13_crowd
 
 
 def plain(type_):
@@ -136,33 +135,23 @@ def credit(slot):
     return plain(CREDIT) + struct.pack("<Q", slot)
 
 
-def crowd_base(type_, number=0, nonce=0):
-    """The beginning of each message of 13_crowd."""
-    return struct.pack("<3I", type_, number, nonce)
+def crowd(type_, body=b"", sequence=0):
+    """A message of 13_crowd. What sends it puts in the number of the client."""
+    return struct.pack("<2IQ", type_, sequence, 0) + body
 
 
-def crowd_connect(address, addr_size=None, *, nonce):
-    """A CONNECT to the server of 13_crowd."""
-    return crowd_base(CONNECT, 0, nonce) + struct.pack(
-        "<I256s", len(address) if addr_size is None else addr_size, address)
-
-
-def crowd_request(type_, key=b"", value=b"", sequence=1, key_size=None):
-    """A request to the server of 13_crowd, or its reply: that has no key. What sends
-    it puts in number and nonce."""
-    return crowd_base(type_) + struct.pack(
-        "<2I", sequence, len(key) if key_size is None else key_size) + key + value
+def crowd_request(type_, key=b"", value=b"", sequence=1):
+    """A request to the server of 13_crowd."""
+    return crowd(type_, key + b"\0" + value, sequence)
 
 
 class CrowdMessage(typing.NamedTuple):
-    """A request, a reply, an ACCEPT, a REFUSED or a BYE of 13_crowd."""
+    """A message of 13_crowd."""
     type: int
-    number: int
-    nonce: int
     sequence: int
-    key_size: int
-    tail: bytes
+    number: int
+    body: bytes
 
 
 def read_crowd(message):
-    return CrowdMessage(*struct.unpack_from("<5I", message), message[20:])
+    return CrowdMessage(*struct.unpack_from("<2IQ", message), message[16:])

@@ -19,9 +19,6 @@ QUICKLY = ["BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS}"]
 # Whether nothing is left out: see scripts/README.md.
 ALL = os.environ.get("ALL") == "1"
 
-# The code of these is still that from before 5_reverse and 7_queue were made lean, so the
-# difference to their parents is no step, and nothing compares the two.
-APART = ["8_malloc", "9_file", "11_rails", "12_sleep"]
 
 
 def number(name):

@@ -327,7 +327,7 @@ def test_13_crowd(run, broken):
         client = server.start_client("20", "100")
         if server is right:
             assert client.wait() == 0, client.output
-            server.process.wait_for(r"^\[1\] forgotten: it asks and does not read$")
+            server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read$")
         else:
             assert client.wait() == 1, client.output
             assert re.search("^error: waiting for the server: nothing has happened for "

@@ -5,23 +5,20 @@ KILLS=100 scripts/test.sh -k test_crowd.py        kills 100 of 150 clients, and 
                                                   over each provider what two do for
 CLIENTS=10000 scripts/test.sh -k test_one_after_the_other_of_a_crowd"""
 
-import contextlib
 import os
 import random
 import re
 import signal
-import socket
-import struct
 import threading
 import time
 
 import pytest
 
-from fakes import CrowdGuest, CrowdHost, new_nonce
+from fakes import CrowdGuest, CrowdHost, new_number
 from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, Server, is_here
 from marks import not_over_verbs
-from messages import (ACCEPT, BYE, CONNECT, CROWD_REFUSED, DELETE, DONE, FULL, GET,
-                      NOT_FOUND, STORE, crowd_base, crowd_connect, crowd_request)
+from messages import (ACCEPT, BYE, CONNECT, DELETE, DONE, FULL, GET, NOT_FOUND, STORE,
+                      crowd, crowd_request)
 from repository import read_source, variant
 from table import BAD_CROWDS
 
@@ -53,7 +50,7 @@ T Setting(const char* name, T value) {
 }
 """
 SETTINGS = ["kMaxStoreSize", "kEntrySize", "kSilenceLimit", "kForgetAfter", "kMaxClients",
-            "kMaxInFlight", "kMaxUnsent", "kContactGrace"]
+            "kMaxInFlight", "kMaxUnsent"]
 # With DEAF, a client of a crowd asks and asks, and looks at nothing any more. With
 # FLOOD, it does look, but does not wait for the answers. With SLOWLY, it asks no faster
 # than a server can answer as long as there is room.
@@ -61,7 +58,7 @@ MISBEHAVE = """
     bool deaf = getenv("DEAF") != nullptr;
     if (sequence >= 2 && (deaf || getenv("FLOOD") != nullptr)) {
       int most = getenv("SLOWLY") != nullptr ? 5 : 100;
-      for (int i = 0; i < most && server.unposted.size() < 4; ++i) {
+      for (int i = 0; i < most && server->outbox.size() < 4; ++i) {
         Ask(AppMessageType::kGet, key);
       }
       mailbox.PostBlocked();
@@ -78,30 +75,31 @@ MISBEHAVE = """
 TURNS = """
 int CheckTurns() {
   static size_t tries[3] = {};
-  Peer peers[2];
+  std::shared_ptr<Peer> peers[2];
   Domain domain;
   Mailbox mailbox(domain, 1);
   struct fi_ops_msg full = *mailbox.endpoint.ep.ptr->msg;
-  full.sendmsg = [](struct fid_ep*, const struct fi_msg* msg, uint64_t) {
-    ++tries[msg->addr];
+  full.send = [](struct fid_ep*, const void*, size_t, void*, fi_addr_t addr, void*) {
+    ++tries[addr];
     return ssize_t{-FI_EAGAIN};
   };
   mailbox.endpoint.ep.ptr->msg = &full;
   for (fi_addr_t addr : {0, 1}) {
-    peers[addr].addr = addr;
-    mailbox.Send(peers[addr], AppRequestMessage{{AppMessageType::kDone}});
+    peers[addr] = std::make_shared<Peer>();
+    peers[addr]->addr = addr;
+    mailbox.Send(peers[addr], AppMessageType::kDone);
   }
   for (int i = 0; i < 10; ++i) mailbox.PostBlocked();
   printf("turns: %zu and %zu\\n", tries[0], tries[1]);
   // Behind many that have their share in flight, and wait for completions.
-  std::vector<Peer> waiting(2 * kBlockedBatch);
-  for (Peer& peer : waiting) {
-    peer.in_flight = kMaxInFlight;
-    mailbox.Send(peer, AppRequestMessage{{AppMessageType::kDone}});
+  for (size_t i = 0; i < 2 * kBlockedBatch; ++i) {
+    auto peer = std::make_shared<Peer>();
+    peer->in_flight = kMaxInFlight;
+    mailbox.Send(peer, AppMessageType::kDone);
   }
-  Peer last;
-  last.addr = 2;
-  mailbox.Send(last, AppRequestMessage{{AppMessageType::kDone}});
+  auto last = std::make_shared<Peer>();
+  last->addr = 2;
+  mailbox.Send(last, AppMessageType::kDone);
   tries[2] = 0;
   mailbox.PostBlocked();
   printf("behind others: %zu\\n", tries[2]);
@@ -200,8 +198,6 @@ def test_by_hand(serve, provider):
         longest = "k" * 64, "v" * 1024
         ask("put", *longest)
         ask("get", longest[0], answer=longest[1])
-        ask("put", "", "a\x1b[2Jb\u202e")
-        ask("get", "", answer="a?[2Jb???")
     check_crowd(crowd, clients, 20)
     wait_for_nobody(server)
     assert not server.errors()
@@ -242,14 +238,14 @@ def test_full_store(run, serve_variant):
 
     def put(key, size, answer):
         assert client.ask(STORE, key, b"v" * size).type == answer
-        assert (client.ask(GET, key).tail == b"v" * size) == (answer == DONE)
+        assert (client.ask(GET, key).body == b"v" * size) == (answer == DONE)
 
     for _ in range(3):
         put(b"a", 599, DONE)
         put(b"b", 400, FULL)
         put(b"b", 399, DONE)
         assert client.ask(STORE, b"a", b"w" * 600).type == FULL
-        assert client.ask(GET, b"a").tail == b"v" * 599
+        assert client.ask(GET, b"a").body == b"v" * 599
         put(b"a", 10, DONE)
         put(b"b", 988, DONE)
         assert client.ask(STORE, b"", b"").type == DONE
@@ -290,34 +286,14 @@ def test_full_server(run, serve_variant):
     for client in clients:
         assert client.open_session().type == ACCEPT
     crowd = server.start_client("2", "1")
-    assert crowd.wait() == 1
-    assert crowd.output.endswith(
-        "error: the server has refused: there are too many clients\n"), crowd.output
+    server.process.wait_for("^error: a CONNECT finds no room for one more client")
     for client in clients:
         assert client.ask(STORE).type == DONE
     clients[0].leave()
-    server.process.wait_for("^2 clients, ")
-    server.check_client("1", "1")
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-def test_many_conversations(run, serve):
-    """Somebody who only begins conversations has four records, each with its share of
-    the room, and no more memory than that."""
-    server = serve(PROGRAM)
-    client = CrowdGuest(run, server)
-    assert client.open_session().type == ACCEPT
-    flood = CrowdGuest(run, server)
-    # A CONNECT that comes again begins nothing.
-    flood.process.write("\n".join(
-        flood.send_line(crowd_connect(flood.address, nonce=nonce), as_it_is=True)
-        for nonce in [1, 1, 1, *range(2, 1001)]))
-    flood.process.wait_for("^sent", 20, count=1002)
-    assert client.ask(STORE).type == DONE
-    server.process.wait_for("^error: bad message: one CONNECT too many$", count=996)
-    server.process.wait_for("^5 clients, 1 requests so far$")
-    assert len(server.errors()) == 996
+    # It asks again each second.
+    server.process.wait_for("^3 clients, ", after=len(server.process.lines))
+    clients[1].leave()
+    check_crowd(crowd, 2, 1)
     server.stop()
 
 
@@ -384,7 +360,7 @@ def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
     if is_forgotten:
         flood = server.start_client("1", "1000", **FLOOD)
         server.process.wait_for(
-            r"^\[2[12]\] forgotten: it asks and does not read", count=2)
+            r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read", count=2)
         flood.popen.kill()
         # Its connection is given up, though it is still there.
         wait_until(lambda: connections(server) <= connected_before)
@@ -434,7 +410,7 @@ def test_deaf_and_forgotten(run, serve):
     server = serve(PROGRAM)
     deaf = run([f"{VARIANT()}/{PROGRAM}", server.address, "1", "1000"], "", **DEAF,
                SLOWLY="1")
-    server.process.wait_for(r"^\[1\] forgotten: it asks and does not read", 60)
+    server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read", 60)
     server.check_client("3", "3")
     wait_for_nobody(server)
     deaf.popen.kill()
@@ -455,7 +431,7 @@ def test_stopped_for_long(serve_variant, provider):
     time.sleep(0.3)
     crowd.signal(signal.SIGSTOP)
     server.process.wait_for(
-        r"^\[\d+\] forgotten: it has been silent for long", count=3)
+        r"^\[[0-9a-f]{16}\] forgotten: it has been silent for long", count=3)
     wait_for_nobody(server)
     crowd.signal(signal.SIGCONT)
     check_crowd(crowd, 3, 15)
@@ -468,8 +444,8 @@ def test_lost_connect(run, build):
     """A client of a crowd that gets no ACCEPT sends its CONNECT again."""
     server = CrowdHost(run, build, "1", "1")
     again = server.receive_any()
-    assert again[:4] == crowd_base(CONNECT)[:4]
-    assert again[8:12] == server.nonce.to_bytes(4, "little")
+    assert again[:4] == crowd(CONNECT)[:4]
+    assert again[8:16] == server.number.to_bytes(8, "little")
     server.reply(ACCEPT)
     assert server.receive().type == STORE
     server.reply(DONE)
@@ -483,7 +459,7 @@ def test_rare_requests(serve_variant):
     time, and get on."""
     server = serve_variant(kForgetAfter=5)
     check_crowd(server.start_client("3", "2", "6000"), 3, 2)
-    server.process.wait_for(r"^\[\d+\] forgotten: it has been silent for long")
+    server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it has been silent for long")
     server.stop()
 
 
@@ -499,14 +475,15 @@ def test_forgotten(run, serve_variant):
     assert client.ask(STORE, b"key", b"value").type == DONE
 
     def forgotten():
-        assert other.ask(GET).tail == b"value"
-        return "[2] forgotten: it has been silent for long" in server.process.output
+        assert other.ask(GET).body == b"value"
+        return f"[{client.number:016x}] forgotten: it has been silent for long" in \
+            server.process.output
 
     wait_until(forgotten, 40)
-    server.process.wait_for(r"^\[2\] forgotten: .*\n1 clients, ")
+    server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: .*\n1 clients, ")
     # Its connection has been given up.
     client.send(client.request(DELETE), "(sent|failed)")
-    assert other.ask(GET).tail == b"value"
+    assert other.ask(GET).body == b"value"
     server.stop()
 
 
@@ -529,54 +506,6 @@ def test_one_after_the_other_of_a_crowd(serve):
 # ---- Those who are interrupted, or lose their server ----
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("provider,args", [
-    ("", ["get", "key"]), ("shm", ["get", "key"]), ("shm", ["2"])])
-def test_interrupted_at_first_contact(serve_variant, args, provider):
-    """A client that is interrupted before the server has looked at its first message
-    waits for that: for a second, and for a minute here, in which the server surely looks.
-    Otherwise, the shm provider of libfabric 1.17 would end the server."""
-    server = serve_variant(provider)
-    server.process.signal(signal.SIGSTOP)
-    client = server.start_client(*args, kContactGrace="60")
-    client.wait_for("^domain: ")
-    time.sleep(0.4)
-    client.signal(signal.SIGINT)
-    time.sleep(0.2)
-    server.process.signal(signal.SIGCONT)
-    assert client.wait() == 1
-    # Or all was there already, each time that it looked.
-    assert client.output.endswith(("error: interrupted\n",
-                                   "error: the server has no such key\n"))
-    server.check_client("1", "1")
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-def test_server_interrupted_at_its_first_answer(run, serve_variant):
-    """The same the other way round."""
-    server = serve_variant("shm", kContactGrace=60)
-    client = CrowdGuest(run, server)
-    client.send(client.connect())
-    server.process.wait_for("^1 clients, ")
-    server.process.signal(signal.SIGTERM)
-    client.receive()
-    assert server.process.wait() == 0
-
-
-@pytest.mark.builds("sanitized")
-@one_provider
-def test_interrupted_crowd(run, build, provider):
-    """It says BYE, so that its server need not remember it."""
-    server = CrowdHost(run, build, "1", provider=provider)
-    server.reply(ACCEPT)
-    assert server.receive().type == STORE
-    server.client.signal(signal.SIGINT)
-    assert server.receive().type == BYE
-    assert server.client.wait() == 1
-    assert server.client.output.endswith("error: interrupted\n")
-
-
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP],
                          ids=["killed", "stopped"])
 def test_server_of_a_crowd_gone(serve, signum):
@@ -589,7 +518,7 @@ def test_server_of_a_crowd_gone(serve, signum):
     for client in crowd, late:
         assert client.wait() == 1
         assert re.search("error: .*(nothing has happened for 10 s|SEND failed|"
-                         "RECV failed).* running", client.output), client.output
+                         "RECV failed)", client.output), client.output
 
 
 # ---- Messages that no client of ours would send ----
@@ -597,38 +526,25 @@ def test_server_of_a_crowd_gone(serve, signum):
 @pytest.mark.builds("sanitized")
 @one_provider
 def test_at_the_door_of_a_crowd(run, serve, provider):
-    """Messages that begin no conversation."""
+    """Messages that are nobody's cost nobody anything."""
     server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
     client = CrowdGuest(run, server)
     with server.others("5", "50", count=1):
-        connect = client.connect()
-        bad = [b"", b"x", crowd_base(CONNECT)[:-1], crowd_base(CONNECT),
-               connect[:-1], client.connect(addr_size=257),
-               client.connect(addr_size=2**32 - 1)]
-        for count, message in enumerate(bad, 1):
-            client.send(message, as_it_is=True)
-            server.process.wait_for("^error: bad message: ", count=count)
-        # Those of a stranger.
-        for message in (crowd_base(0), crowd_base(BYE), crowd_request(GET, b"key"),
-                        crowd_base(99, 2**32 - 1, 2**32 - 1), b"\0" * MAX_MESSAGE):
-            client.send(message, as_it_is=True)
-        wrong = [b"", b"\1", client.address[:-1], client.address + b"\1",
-                 b"\xff" * 256, b"f" * 256, b"\0" * 15]
+        for message in (b"", b"x", crowd(CONNECT)[:-1], crowd(0), crowd(BYE),
+                        crowd_request(GET, b"key"), b"\0" * MAX_MESSAGE):
+            client.send(message)
+        wrong = [b"", b"\1", client.address[:-1], b"\0" * 15]
         for count, address in enumerate(wrong, 1):
+            client.number = new_number()
             client.send(client.connect(address=address))
-            server.process.wait_for(r"^error: .* is not an address", count=count)
-        assert len(server.errors()) == len(bad) + len(wrong)
-        # Its own address: it answers itself, once.
-        client.send(client.connect(address=bytes.fromhex(server.address)))
-        server.process.wait_for(r"^\[\d+\] refused: bad message: ")
+            server.process.wait_for("^error: fi_av_insert", count=count)
         # libfabric itself hangs there: chapter 4.
         if provider != "shm":
             # More than there are RECVs: each of those is posted again.
             client.process.write("\n".join(["send " + bytes(MAX_MESSAGE + 1).hex()] *
                                            (RECVS + 1)))
             client.process.wait_for("^(sent|failed)$", 60,
-                                    count=len(bad) + len(wrong) + 6 + RECVS + 1)
-            server.process.wait_for("^error: RECV failed: ", 30, count=RECVS + 1)
+                                    count=7 + len(wrong) + RECVS + 1)
     server.check_client("5", "5")
     server.stop()
 
@@ -636,226 +552,83 @@ def test_at_the_door_of_a_crowd(run, serve, provider):
 @pytest.mark.builds("sanitized")
 @one_provider
 def test_requests_that_are_none(run, serve, provider):
-    """Who asks for what cannot be is told so, and gets nothing more."""
+    """A client that asks for what cannot be is forgotten."""
     server = serve(PROGRAM, provider)
     with server.others("5", "50", count=1):
-        for messages in BAD_CROWDS.values():
-            # Each from an address of its own, which may have four records at most.
+        for count, messages in enumerate(BAD_CROWDS.values(), 1):
             guest = CrowdGuest(run, server)
             assert guest.open_session().type == ACCEPT
             for message in messages:
-                guest.send(message)
-            guest.expect("refused: bad message: ")
-            while (answer := guest.receive()).type != CROWD_REFUSED:
-                assert answer.type == DONE
-            assert answer.tail.startswith(b"bad message: ")
+                guest.send(message, "(sent|failed)")
+            server.process.wait_for("^\\[[0-9a-f]{16}\\] forgotten: bad message: ", count=count)
             # Nobody hears it any more.
             guest.send(guest.request(STORE, b"afterwards", b"value"), "(sent|failed)")
     client = CrowdGuest(run, server)
     client.open_session()
     assert client.ask(GET, b"afterwards").type == NOT_FOUND
-    assert not server.errors()
     server.stop()
 
 
 @pytest.mark.builds("sanitized")
-@some_providers
-def test_gone_in_a_hurry(run, serve, provider):
-    """Clients that leave with answers on their way, to them or to where nobody is. What
-    belongs to them is kept until that is over, and no longer."""
-    server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
-    client, *hasty = (CrowdGuest(run, server) for _ in range(3))
-    client.open_session()
-    for guest in hasty:
-        # What comes together with its CONNECT is nobody's.
-        assert guest.open_session().type == ACCEPT
-        # It polls only while it sends, so these answers stay on their way.
-        guest.process.write("\n".join(guest.send_line(message) for message in [
-            *[guest.request(STORE, b"key", b"v" * 1000), guest.request(GET)] * 6,
-            crowd_base(BYE)]))
-        guest.process.wait_for("^(sent|failed)", count=14)
-    # An address that takes connections without a word, and one where nobody is.
-    with socket.create_server(("", 0)) as mute:
-        addresses = [struct.pack(">HH8s", 2 << 8, port, b"\x7f\0\0\1") + bytes(4)
-                     for port in (mute.getsockname()[1], 9)]
-        if len(client.address) != 16 or b"shm" in client.address:
-            # libfabric 1.17's shm now and then crashes in a SEND to an invented one.
-            addresses = []
-        number = server_number(client) - 1
-        for address in addresses:
-            number += 1
-            nonce = new_nonce()
-            client.send(crowd_connect(address, nonce=nonce), as_it_is=True)
-            for message in crowd_request(GET), crowd_base(BYE):
-                client.send(message[:4] + struct.pack("<2I", number, nonce) +
-                            message[12:], as_it_is=True)
-        assert client.ask(GET).type == DONE
-        server.check_client("5", "5")
-        client.leave()
-        # Of those who have gone, too.
-        wait_for_nobody(server)
-    server.stop()
-
-
-@pytest.mark.builds("plain")
 @one_provider
-def test_flood_of_bad_messages(run, serve, provider):
-    """Somebody sends one bad message after the other, and conversations begin and go on
-    all the same."""
-    server = serve(PROGRAM, provider)
-    client = CrowdGuest(run, server)
-    stop = threading.Event()
-
-    def flood():
-        # The pipe breaks at the end of the test.
-        with contextlib.suppress(OSError):
-            while not stop.is_set():
-                os.write(client.process.popen.stdin.fileno(), b"send 00\n" * 1000)
-
-    thread = threading.Thread(target=flood, daemon=True)
-    thread.start()
-    try:
-        server.process.wait_for("^error: bad message", count=1000)
-        before = server.memory()
-        server.check_client("20", "20")
-        assert server.memory() < before + 60_000  # KB; kept, they would be 170 MB
-    finally:
-        stop.set()
-        client.process.popen.kill()
-        thread.join()
-    server.stop()
-
-
-# ---- Strangers ----
-
-@pytest.mark.builds("sanitized")
-@one_provider
-def test_strangers_in_a_crowd(run, serve, provider):
-    """A conversation goes on, whatever others say who lack its number or its nonce, or
-    who have its address."""
+def test_whose_message(run, serve, provider):
+    """A message with the number of no client is heard by nobody. One with the address of
+    another client's takes the place of that one."""
     server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
     client, other = CrowdGuest(run, server), CrowdGuest(run, server)
     client.open_session()
     assert client.ask(STORE, b"key", b"value").type == DONE
     other.open_session()
-    assert other.number != client.number
-    for number, nonce in [(client.number, other.nonce), (client.number, 0),
-                          (other.number, client.nonce), (0, client.nonce),
-                          (2**32 - 1, client.nonce)]:
-        for message in (crowd_request(DELETE, b"key"), crowd_base(BYE), crowd_base(99),
-                        crowd_base(ACCEPT), crowd_request(CROWD_REFUSED)):
-            other.send(message[:4] + struct.pack("<2I", number, nonce) + message[12:],
-                       as_it_is=True)
-    assert other.ask(GET).tail == b"value"
-    assert client.ask(GET).tail == b"value"
-    # Another conversation with our address. What belongs to it comes to us.
-    for _ in range(3):
-        number = server_number(other)
-        nonce = new_nonce()
-        other.send(crowd_connect(client.address, nonce=nonce), as_it_is=True)
-        for message in crowd_request(DELETE, b"not the key"), crowd_base(BYE):
-            other.send(message[:4] + struct.pack("<2I", number, nonce) + message[12:],
-                       as_it_is=True)
-        assert client.ask(GET).tail == b"value"
-    # Such conversations have ended, and the server has forgotten what they had.
-    time.sleep(1.2)
-    assert client.ask(GET).tail == b"value"
-    assert other.ask(GET).tail == b"value"
-    assert not server.errors() and "refused" not in server.process.output
+    for number in 0, client.number ^ 1, 2**64 - 1:
+        other.number, kept = number, other.number
+        other.send(crowd_request(DELETE, b"key"))
+        other.number = kept
+    assert other.ask(GET).body == b"value"
+    # A CONNECT that comes again begins nothing, and is answered.
+    client.send(client.connect())
+    assert client.receive().type == ACCEPT
+    assert client.ask(GET).body == b"value"
+    client.open_session()
+    assert client.ask(GET).body == b"value"
+    server.process.wait_for("^2 clients, ")
     server.stop()
-
-
-def server_number(guest):
-    """The number that the server will give to its next client."""
-    first = guest.number, guest.nonce
-    guest.open_session()
-    following = guest.number + 1
-    guest.leave()
-    guest.number, guest.nonce = first
-    return following
 
 
 # ---- Answers that no server of ours would give ----
 
-@pytest.mark.builds("sanitized")
-@one_provider
-def test_answers_of_strangers(run, build, provider):
-    """What has not the nonce of the conversation was not for this client."""
-    server = CrowdHost(run, build, "1", "2", provider=provider)
-    strays = [b"", b"x", crowd_base(ACCEPT, 1, server.nonce),
-              *(crowd_request(type_, b"", b"stray") for type_ in
-                (ACCEPT, CROWD_REFUSED, DONE, NOT_FOUND, 99))]
-    wrong_nonce = [stray[:8] + struct.pack("<I", server.nonce ^ 1) + stray[12:]
-                   if len(stray) > 12 else stray for stray in strays]
+@pytest.mark.builds("plain")
+def test_stray_replies(run, build):
+    """A client takes the reply to its last request, with its number, and no other."""
+    server = CrowdHost(run, build, "1", "2")
 
-    # libfabric itself hangs there: chapter 4.
-    if provider != "shm":
-        wrong_nonce.append(bytes(MAX_MESSAGE + 1))
+    def stray(sequence):
+        for message in b"", b"x", crowd(ACCEPT), crowd(DONE, b"stray", sequence ^ 3):
+            server.send(message)
+        number, server.number = server.number, server.number ^ 1
+        server.send(crowd(DONE, b"stray", sequence))
+        server.number = number
 
-    def stray():
-        for message in wrong_nonce:
-            server.send(message, "(sent|failed)", as_it_is=True)
-
-    stray()
     server.reply(ACCEPT)
     put = server.receive()
-    assert put.type == STORE and put.number == 1
-    stray()
+    assert put.type == STORE
+    stray(put.sequence)
     server.reply(DONE, sequence=put.sequence)
-    stray()
     get = server.receive()
-    assert get.type == GET and get.tail == put.tail[:put.key_size]
-    stray()
-    server.reply(DONE, put.tail[put.key_size:], get.sequence)
+    assert get.type == GET
+    stray(get.sequence)
+    server.reply(DONE, put.body.split(b"\0")[1], get.sequence)
     assert server.receive().type == BYE
     assert server.client.wait() == 0, server.client.output
 
 
-TERRIBLE = "no\x1b[2J\a\r\x7f\u202e, gr\u00fc\u00dfe".encode() + b"\x9b"
-HARMLESS = r"no\?\[2J\?{6}, gr\?{4}e\?\n"
-CORRECT = ["1", "2"]
-UNASKED = "error: bad message: it answers nothing"
-# What a client asks for, the answer to its CONNECT, those to its first request, and
-# what it says then. A crowd begins with a PUT.
-LIES = {
-    "another sequence": (CORRECT, [ACCEPT], [crowd_request(DONE, sequence=2)], UNASKED),
-    "no sequence": (["get", "key"], [ACCEPT], [crowd_request(DONE, sequence=0)],
-                    UNASKED),
-    "twice": (CORRECT, [ACCEPT], [crowd_request(DONE)] * 2, UNASKED),
-    "not our value": (CORRECT, [ACCEPT], [crowd_request(DONE, b"", TERRIBLE)],
-                      f"error: the reply is not correct: {HARMLESS}"),
-    "not stored": (CORRECT, [ACCEPT], [crowd_request(FULL)],
-                   "error: the reply is not correct"),
-    "no reply": (CORRECT, [ACCEPT], [crowd_request(99)],
-                 "error: the reply is not correct"),
-    "refused": (CORRECT, [CROWD_REFUSED, TERRIBLE], [],
-                f"error: the server has refused: {HARMLESS}"),
-    "refused later": (["put", "key", "v"], [ACCEPT],
-                      [crowd_request(CROWD_REFUSED, b"", TERRIBLE)],
-                      f"error: the server has refused: {HARMLESS}"),
-    "terrible, but good": (["get", "key"], [ACCEPT],
-                           [crowd_request(DONE, b"", TERRIBLE)], "^" + HARMLESS),
-}
-
-
-@pytest.mark.builds("plain")  # they start faster
-def test_lies(run, build):
-    """A client believes no answer that it cannot have got."""
-    hosts = {}
-    for what, (args, accept, answers, _) in LIES.items():
-        server = hosts[what] = CrowdHost(run, build, *args)
-        server.reply(*accept)
-        if accept[0] == ACCEPT:
-            assert server.receive().type in (STORE, GET)
-        for answer in answers:
-            # The client may have gone already.
-            server.command(server.send_line(answer), "(sent|failed)")
-    # Who has seen one nonce does not know the next one: neither time nor a count.
-    assert len({server.nonce >> 16 for server in hosts.values()}) > 1
-    for what, server in hosts.items():
-        good = LIES[what][3].startswith("^")
-        if good:
-            server.process.write("wait")
-        assert server.client.wait() == (not good), (what, server.client.output)
-        assert re.search(LIES[what][3], server.client.output, re.M), \
-            (what, server.client.output)
+@pytest.mark.builds("plain")
+@pytest.mark.parametrize("answer", [crowd(DONE, b"not ours", 1), crowd(FULL, b"", 1),
+                                    crowd(99, b"", 1)], ids=["value", "full", "type"])
+def test_wrong_reply(run, build, answer):
+    """A client of a crowd compares what it gets."""
+    server = CrowdHost(run, build, "1", "2")
+    server.reply(ACCEPT)
+    assert server.receive().type == STORE
+    server.send(answer)
+    assert server.client.wait() == 1
+    assert server.client.output.endswith("error: the reply is not correct\n")

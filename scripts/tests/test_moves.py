@@ -86,11 +86,8 @@ PROMISES = {
                                  {"bw=[0-9.]+Gbps": 10, "Done": 10})},
     "13_crowd": {
         "": CROWD,
-        "clear": LAGER,
         "number": LAGER._replace(clients=[["lager"]] * 3),
-        "share": LAGER._replace(clients=[["lager"]] * 3),
-        "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$"),
-        "client": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
+        "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
 }
 
 

@@ -13,7 +13,7 @@ import time
 import urllib.parse
 
 import moves
-from repository import (APART, broken, build_moves, make, number, numbered, parent,
+from repository import (broken, build_moves, make, number, numbered, parent,
                         patched, programs)
 
 # ---- Pages ----
@@ -435,7 +435,7 @@ def check_diffs(page):
     """A diff leads from the parent of the chapter's program to that program, in the
     section of a move from the program before it to that after it."""
     messages = []
-    for block in page.blocks if page.before and page.program not in APART else []:
+    for block in page.blocks if page.before else []:
         if block.info == "diff":
             messages += check_diff(page, block)
     return messages
@@ -524,7 +524,7 @@ def names_in(root, program):
 def check_names(page):
     """Each name of libfabric's and CUDA's that the program uses, and none of its
     ancestors, is named in the text of its chapters."""
-    if page.program not in programs(page.root) or not page.is_main or page.program in APART:
+    if page.program not in programs(page.root) or not page.is_main:
         return []
     known = set().union(*(names_in(page.root, program) for program in page.ancestors))
     said = set(NAME.findall("\n".join(

@@ -19,7 +19,6 @@ sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves")
 
 import chapters  # noqa: E402  (the path has to be known)
 import moves  # noqa: E402
-from repository import APART  # noqa: E402
 
 # The least share for each program, in percent. Once a chapter quotes more, its number
 # rises. The aims are 60 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
@@ -124,8 +123,6 @@ def check_lines(page):
     """The chapters of a program quote enough of it."""
     if page.program not in chapters.programs(page.root) or not page.is_main:
         return []
-    if page.program in APART:
-        return []
     least = LEAST.get(page.program)
     if least is None:
         return [f"{page.path}: LEAST in scripts/book/lines.py has no {page.program}"]
@@ -140,7 +137,7 @@ def check_lines(page):
 def check_counts(page):
     """A chapter that says how many lines its step removes and adds is right."""
     said = re.search(r"removes\s+(\d+)\s+lines\s+and\s+adds\s+(\d+)", page.prose)
-    if said is None or page.before is None or page.program in APART:
+    if said is None or page.before is None:
         return []
     paths = [f"{page.root}/src/{name}.cpp" for name in (page.before, page.program)]
     done = subprocess.run(

@@ -80,20 +80,6 @@ def read_fill(message, begin=plain(0)):
     return addr, key, imm_data
 
 
-def guarded_fill(page_size=4096, indices=(0, 1), num_pages=None, imm_data=7, repeat=1,
-                 addr=0, size=1 << 20, rkey=1):
-    """A RANDOM_FILL of 14_strangers."""
-    return base(RANDOM_FILL) + struct.pack(
-        "<2I6Q", imm_data, len(indices) if num_pages is None else num_pages, addr, size,
-        rkey, 42, page_size, repeat) + struct.pack(f"<{len(indices)}I", *indices)
-
-
-def read_guarded_fill(message):
-    """The same as read_fill."""
-    imm_data, _, addr, _, key = struct.unpack_from("<2I3Q", message, len(base(0)))
-    return addr, key, imm_data
-
-
 def request(type_, number):
     """To the server of 8_malloc: the size of a MALLOC, or the address of a FREE."""
     return plain(type_) + struct.pack("<Q", number)

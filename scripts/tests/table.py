@@ -6,7 +6,7 @@ import typing
 from messages import (ACCEPT, ALIVE, BYE, CONNECT, DELETE, DONE, FAILED, FINISH, FREE, GET,
                       JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED, STORE, TABLE_ALIVE,
                       TABLE_REPLY, TEXT, WAIT, base, chunk, credit, crowd, crowd_request, fill,
-                      fill_repeatedly, guarded_fill, nonce_fill, plain, put, request)
+                      fill_repeatedly, nonce_fill, plain, put, request)
 
 # Where something is left out, what many programs share, letter for letter, is tried with
 # these.
@@ -259,18 +259,6 @@ def bad_repeats(fill):
     return {f"repeat {repeat}": [fill(repeat=repeat)] for repeat in (0, 10**9 + 1, HUGE)}
 
 
-BAD_GUARDED_FILLS = {
-    **bad_fills(guarded_fill, 16 << 20, 32), **bad_repeats(guarded_fill),
-    "indices cut short": [guarded_fill()[:-1]],
-    "too many indices": [guarded_fill() + base(0)],
-    "PROGRESS": [base(PROGRESS)],
-    "num_pages": [guarded_fill(num_pages=3)],
-    "num_pages overflows": [guarded_fill(num_pages=2**30 + 2)],
-    "num_pages huge": [guarded_fill(num_pages=2**32 - 1)],
-    "page_size odd": [guarded_fill(page_size=4095)],
-    "page_size 8 bytes long": [guarded_fill(page_size=HUGE - 7)],
-    "product overflows": [guarded_fill(page_size=2**63)],
-}
 BAD_REQUESTS = {
     "type of a request": [request(99, 64)],
     "REPLY": [request(REPLY, 64)],
@@ -453,5 +441,3 @@ TABLE["11_rails"] = TABLE["7_queue"]._replace(
     numbered=True,
     wrong={**WRONG_PAGES, **WRONG_REPEATS, **WRONG_LISTS},
     every_provider=False)
-# Those that still have the server from before 5_reverse and 7_queue were made lean.
-FORMER = [name for name in TABLE if TABLE[name].guarded and name != "14_strangers"]

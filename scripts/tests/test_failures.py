@@ -21,7 +21,7 @@ from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, S
 from marks import ends_in_a_rendezvous, not_over_verbs, over
 from messages import PROGRESS, plain
 from repository import ALL, ROOT
-from table import ADDRESS, EXAMPLES, FORMER, TABLE, WRONG_ADDRESSES
+from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
 
 ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 two_providers = pytest.mark.parametrize("provider", ["", "shm"],
@@ -314,7 +314,7 @@ def test_client_signals_at_work(serve, program, args, started, provider):
         assert client.output.endswith("error: interrupted\n")
         assert not owned_shm_files([client.popen.pid], client.born)
         server.process.wait_for(r"^\[\d+\] (Done|error)", after=already)
-    assert len(server.errors()) == (0 if server.program in FORMER else 2)
+    assert len(server.errors()) == 2
     server.check_client()
     server.stop()
 
@@ -365,23 +365,16 @@ def test_interrupted_while_it_hears(run):
 @pytest.mark.builds("plain")
 @over(PROGRAMS)
 def test_nobody_reads(serve, program, provider):
-    """A server whose lines go to a process that has ended, as `head` does. One of
-    the former server serves its clients and closes everything all the same. To the others,
-    that is a signal to end: they close everything."""
+    """A server whose lines go to a process that has ended, as `head` does: that is a signal
+    to end, so it closes everything."""
     # This one ends once it has seen the address.
     head = ["bash", "-c", 'exec "$@" > >(sed "/^  /q")', "bash"]
     server = serve(program, provider, wrapper=head)
-    if program in FORMER:
-        for _ in range(2):
-            server.check_client()
-        assert "Received" not in server.process.output
-        server.stop()
-    else:
-        client = server.start_client()
-        assert server.process.wait() == 0, server.process.output
-        assert not owned_shm_files([server.process.popen.pid], server.process.born)
-        # Over shm, libfabric 1.17 may crash where the other side goes that early.
-        assert client.wait() in (0, 1) or provider == "shm"
+    client = server.start_client()
+    assert server.process.wait() == 0, server.process.output
+    assert not owned_shm_files([server.process.popen.pid], server.process.born)
+    # Over shm, libfabric 1.17 may crash where the other side goes that early.
+    assert client.wait() in (0, 1) or provider == "shm"
 
 
 def ticks(server):
@@ -418,7 +411,7 @@ def test_idle(serve):
 @two_providers
 def test_idle_in_a_session(run, serve, provider):
     """A client that says nothing keeps its server as quiet."""
-    servers = [serve(program, provider) for program in PROGRAMS if program not in FORMER]
+    servers = [serve(program, provider) for program in PROGRAMS]
     for server in servers:
         if server.entry.bad_sessions:
             FakeClient(run, server).open_session()
@@ -486,8 +479,7 @@ def test_help(build, program):
     assert not done.stderr
 
 
-@pytest.mark.parametrize("program", [p for p in PROGRAMS
-                                     if TABLE[p].imm_data and p not in FORMER])
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_gpu(build, program):
     """Who asks for a GPU where there is none, or without CUDA, gets an error before anything
     else happens."""
@@ -509,7 +501,6 @@ def test_no_provider(build, program):
                               env={**os.environ, "FI_PROVIDER": "none"})
         assert done.returncode == 1
         assert done.stderr.startswith(
-            "error: FI_PROVIDER='none' fi_getinfo " if program in FORMER else
             "error: fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is): No data")
 
 
@@ -539,18 +530,16 @@ def test_no_immediate_data(run, build, program, provider):
         process = run([f"{build}/{program}", *args], provider, NO_IMM_DATA="1",
                       **PRELOAD)
         assert process.wait() == 1
-        assert re.search("^error: " + (
-            r"\S+ has no immediate data; try another provider$" if program in FORMER else
-            "no immediate data; try another FI_PROVIDER$"), process.output, re.M)
+        assert re.search("^error: no immediate data; try another FI_PROVIDER$",
+                         process.output, re.M)
         assert "Sent" not in process.output
 
 
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_locked_memory(run, serve, build, program):
-    """Where not enough memory may be locked, a line says so; that of a program with the
-    former server names the limit."""
-    hint = "Cannot allocate memory" + " .*`ulimit -l`" * (program in FORMER)
+    """Where not enough memory may be locked, a line says so."""
+    hint = "Cannot allocate memory"
     # See test_event_queue.
     preload = {**PRELOAD, **({"NO_EVENT_QUEUE": "1"} if program == "4_hello" else {})}
     server = run([f"{build}/{program}"], NO_MEMORY="register", **preload)

@@ -17,10 +17,10 @@ from fakes import FakeClient
 from harness import BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, Server
 from marks import ends_in_a_rendezvous
 from messages import (ACCEPT, BYE, CONNECT, FAILED, LONGEST, PROGRESS, REFUSED, TABLE_ALIVE,
-                      TEXT, WAIT, address_message, base, plain, read_fill, read_guarded_fill,
-                      type_and_nonce, type_of)
+                      TEXT, WAIT, address_message, base, plain, read_fill, type_and_nonce,
+                      type_of)
 from repository import variant
-from table import BAD_ANYWHERE, FORMER, TABLE
+from table import BAD_ANYWHERE, TABLE
 
 RECVS = 8  # posted at a time
 SIGNS_OF_LIFE = (TABLE_ALIVE,)
@@ -48,11 +48,8 @@ each_once = pytest.mark.parametrize(
 STRANGERS = "14_strangers"
 # They give a first contact 10 s, and bear silence for 100 s, so that a busy machine makes no
 # difference.
-PATIENT = {program: variant(program, ("kContactGrace = 1s;", "kContactGrace = 10s;"),
-                            ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
-           for program in FORMER}
-PATIENT[STRANGERS] = variant(STRANGERS, ("kContactGrace = 500ms;", "kContactGrace = 10s;"),
-                             ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
+PATIENT = variant(STRANGERS, ("kContactGrace = 500ms;", "kContactGrace = 10s;"),
+                  ("kSilenceLimit = 10s;", "kSilenceLimit = 100s;"))
 
 
 def over(*pairs):
@@ -90,10 +87,6 @@ def test_at_the_door(run, serve, program, provider):
         begin, connect = server.entry.base, client.connect()
         messages = [b"", b"x", begin(CONNECT)[:-1], begin(0), begin(99), begin(2**32 - 1),
                     begin(TEXT) + b"text", begin(BYE), b"\0" * LONGEST]
-        if program in FORMER:
-            messages += [begin(CONNECT), connect[:-1], connect + b"x",
-                         client.connect(addr_size=257),
-                         client.connect(addr_size=2**32 - 1), stray_accept(client)]
         if server.entry.fill:
             messages += [server.entry.fill()]
     with others(server) if messages else contextlib.nullcontext():
@@ -270,8 +263,7 @@ def test_memory_that_is_not_there(run, serve, program, provider):
         client.process.write("wait")
         # The shm provider does not say which operation has failed.
         client.expect("error: an operation failed: " if provider == "shm" else
-                      "error: WRITE failed: .*" +
-                      " has it refused the access" * (program in FORMER))
+                      "error: WRITE failed: .*")
     assert len(server.errors()) == 1
     server.check_client()
     server.stop()
@@ -421,26 +413,18 @@ def test_interrupted_while_waiting(run, build, program, provider):
             server.send(stray, as_it_is=True)
 
     if entry.guarded:
-        if program in FORMER:
-            server.send(base(99) + server.accept()[8:])
         send_strays()
     server.send(server.accept())
     request = server.receive()
     if entry.guarded:
         send_strays()
     if entry.fill and provider != "shm":
-        addr, key, number = read_guarded_fill(request) if program in FORMER else \
-            read_fill(request, entry.base(0))
+        addr, key, number = read_fill(request, entry.base(0))
         server.command(f"write {addr} {key} {number ^ 2} {bytes(8).hex()}", "written")
         # The client has seen that one when this one has arrived.
         server.command(f"overwrite {addr} {key}", "written")
     assert server.client.popen.poll() is None, server.client.output
     server.client.signal(signal.SIGINT)
-    if program in FORMER:
-        # Some may have sent a sign of life before.
-        while type_of(message := server.receive()) in SIGNS_OF_LIFE:
-            pass
-        assert message == base(BYE)
     assert server.client.wait() == 1
     assert server.client.output.endswith("error: interrupted\n")
 
@@ -475,20 +459,6 @@ def test_client_interrupted_at_first_contact(run, build, program, provider):
     interrupt(build)
     # A client that is slow to start may leave before it has turned to the server.
     assert any(interrupt(PATIENT[program](), answer=True, pause=2**i / 2) for i in range(5))
-
-
-@over(*((p, "shm") for p in GUARDED if p in FORMER))
-def test_server_interrupted_at_first_contact(run, program, provider):
-    """The same the other way round: the client has not yet looked at the ACCEPT."""
-    server = Server(run, PATIENT[program](), program, provider)
-    client = FakeClient(run, server)
-    client.send(client.connect())
-    server.process.wait_for("Received CONNECT")
-    server.process.signal(signal.SIGTERM)
-    time.sleep(0.3)
-    assert server.process.popen.poll() is None
-    assert client.receive()[:8] == base(ACCEPT)
-    assert server.process.wait() == 0
 
 
 # ---- Texts ----

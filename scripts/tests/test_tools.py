@@ -22,7 +22,7 @@ import mutants
 import repository
 from harness import PROGRAMS, Process
 from marks import nothing_wrong
-from repository import APART, ROOT, make, number, numbered, parent, programs
+from repository import ROOT, make, number, numbered, parent, programs
 from table import TABLE, WITHOUT_ENTRY, Entry
 
 # Chapter 4 breaks 2_first, which breaks more easily. A move of the others goes wrong.
@@ -167,8 +167,7 @@ def test_diff():
         else:
             assert f"{program} is based on no other" in output
         headings = re.findall("^==== ([12])", output, re.M)
-        if program not in APART:
-            assert headings == (["1", "2"] if TABLE[program].most_added else [])
+        assert headings == (["1", "2"] if TABLE[program].most_added else [])
 
 
 @pytest.mark.static
@@ -279,7 +278,7 @@ def test_dependencies_are_installed(tmp_path, manager, groups, user):
 
 
 @pytest.mark.static
-@pytest.mark.parametrize("program", [p for p in PROGRAMS[1:] if p not in APART])
+@pytest.mark.parametrize("program", PROGRAMS[1:])
 def test_step(tmp_path, program):
     """What two programs share stands in both, letter for letter. A step hardly
     removes anything (Entry.most_removed); one that replaces the application may drop

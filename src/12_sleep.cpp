@@ -403,6 +403,7 @@ struct Session {
   std::deque<Message> outbox;  // that wait for send_buf
   fi_addr_t peer = FI_ADDR_UNSPEC;
   Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Clock::time_point opened_at = heard_at;
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
   explicit Session(Domain& domain)
@@ -528,7 +529,7 @@ struct Session {
     heard_at = Clock::now();
     while (!done()) {
       // Over shm, the server may crash if we leave during our first contact.
-      if (g_interrupted && Clock::now() - heard_at > kContactGrace) {
+      if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
       CheckSilence(heard_at, what);

@@ -452,6 +452,7 @@ struct Mailbox {
   std::deque<Message> inbox;                  // that have arrived
   std::deque<std::shared_ptr<Peer>> blocked;  // with messages that wait
   Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Clock::time_point opened_at = heard_at;
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
   Mailbox(Domain& open_domain, size_t recv_count)
@@ -616,7 +617,7 @@ struct Mailbox {
     heard_at = Clock::now();
     while (!done()) {
       // Over shm, the server may crash if we leave during our first contact.
-      if (g_interrupted && Clock::now() - heard_at > kContactGrace) {
+      if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
       CheckSilence(heard_at, what);

@@ -563,6 +563,7 @@ struct Session {
   fi_addr_t peer = FI_ADDR_UNSPEC;
   uint32_t nonce = 0;                         // of the conversation
   Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Clock::time_point opened_at = heard_at;
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
   explicit Session(Domain& open_domain)
@@ -645,7 +646,7 @@ struct Session {
     heard_at = Clock::now();
     for (size_t polls = 1; !done(); ++polls) {
       // Over shm, the server may crash if we leave during our first contact.
-      if (g_interrupted && Clock::now() - heard_at > kContactGrace) {
+      if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
       CheckSilence(heard_at, what);

@@ -287,7 +287,7 @@ exercise-%:
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
 # Builds a program with one thing broken or changed on purpose, and says what to do with
-# it: make break-10, make break-8.asleep, and after a move: make break-10.8.
+# it: make break-10, make break-8.asleep, and after a move: make break-10.4.
 break-%:
 	@scripts/install-deps.sh build
 	@BUILD='$(BUILD)' scripts/breaks/run.sh $*

@@ -635,7 +635,7 @@ def write(name, file, parent=""):
     texts = texts_of(nodes, says)
     short = re.sub(r"^scripts/|\.patch$", "", name)
     if short.partition("/")[0] in FOLDERS and short not in nodes:
-        # It is new. 8_malloc.asleep is of 8_malloc, and 10.8 of that move.
+        # It is new. 8_malloc.asleep is of 8_malloc, and 10.4 of that move.
         before = parent or re.match(r"\d+(_\w+|\.\d+)|", short.partition("/")[2])[0]
         nodes[short] = Node(short, find(nodes, before), ROOT / f"scripts/{short}.patch")
     key = find(nodes, name)

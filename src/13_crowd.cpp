@@ -217,7 +217,6 @@ struct Buffer {
 
 // The kinds of operations.
 enum class RdmaOpType { kRecv, kSend };
-constexpr const char* kOpNames[] = {"RECV", "SEND"};
 
 // A work request: an operation for libfabric to do, and the function to call
 // once when it is done, which may post others.
@@ -229,15 +228,6 @@ struct RdmaOp {
   size_t len = 0;  // bytes; of a RECV, set when a message has arrived
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
-
-  // Throws if the operation has failed.
-  void Check() const {
-    if (error.empty()) return;
-    const char* hint =
-        type == RdmaOpType::kRecv ? "" : "; is the other side still running?";
-    throw std::runtime_error(kOpNames[int(type)] + (" failed: " + error) +
-                             hint);
-  }
 };
 
 // 4. An endpoint, with an address vector and a completion queue.

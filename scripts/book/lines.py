@@ -24,9 +24,9 @@ import moves  # noqa: E402
 # rises. The aims are 60 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
 # for 10_lock, and a fifth for the others: there, readers skipped what was quoted only
 # because it was new.
-LEAST = {"2_first": 61, "4_hello": 60, "5_reverse": 70, "6_write": 70, "7_queue": 70,
-         "8_malloc": 25, "9_file": 24, "10_lock": 33, "11_rails": 23, "12_sleep": 44,
-         "13_crowd": 18, "14_strangers": 78}
+LEAST = {"2_first": 61, "4_hello": 60, "5_reverse": 70, "6_write": 70, "7_queue": 71,
+         "8_malloc": 25, "9_file": 28, "10_lock": 38, "11_rails": 23, "12_sleep": 44,
+         "13_crowd": 20, "14_strangers": 78}
 
 # What there is nothing to say about: blank lines, comments, includes, lone braces.
 NO_CODE = re.compile(r"\s*($|//|#include|[{}();,]+$)")

@@ -4,7 +4,7 @@
 #
 #   make break-8         8_malloc.patch, of src/8_malloc.cpp
 #   make break-8.asleep  8_malloc.asleep.patch, another one
-#   make break-10.8      10.8.patch, of the program after that move
+#   make break-10.4      10.4.patch, of the program after that move
 #
 # Usage: scripts/breaks/run.sh NAME
 set -euo pipefail
@@ -20,7 +20,7 @@ patch=$(awk -v name="$1" '$1 == name { print $2 }' <<<"$patches")
     "$(cut -d' ' -f1 <<<"$patches" | xargs)" >&2
   exit 2
 }
-# build/break/8_malloc, build/break/8.asleep, build/break/10.8
+# build/break/8_malloc, build/break/8.asleep, build/break/10.4
 program=$1
 [[ $program == *.* ]] || program=$patch
 source=${patch%%.*}

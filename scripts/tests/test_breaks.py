@@ -24,7 +24,7 @@ pytestmark = pytest.mark.builds("plain")
 @pytest.fixture
 def broken(run, tmp_path):
     """Builds the broken program and starts its server: broken("6_write", "shm"), or
-    broken("10.8")."""
+    broken("10.4")."""
     built = set()
 
     def start(program, provider="", flags=QUICKLY, **kwargs):

@@ -15,7 +15,7 @@ import time
 
 import pytest
 
-from fakes import FakeClient, FakeServer
+from fakes import CrowdGuest, FakeClient, FakeServer
 from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      owned_shm_files)
 from marks import ends_in_a_rendezvous, not_over_verbs, over
@@ -342,6 +342,29 @@ def test_client_signals_at_the_start(serve, program, provider):
         count = 15 if provider == "shm" else 5
         list(pool.map(interrupt, [random.uniform(0, 0.3) for _ in range(count)]))
     server.check_client()
+    server.stop()
+
+
+# Nobody can be at these: connect(2) to them fails at once, or gets no answer.
+NOWHERE = "255.255.255.255", "224.0.0.1", "240.0.0.1"
+
+
+@pytest.mark.builds("plain")
+@pytest.mark.long
+@not_over_verbs("these are addresses of TCP")
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].bad_sessions])
+def test_addresses_of_nobody(run, serve, program):
+    """A client behind a translator of addresses, for example, names one at which the server
+    can't reach it. That costs the server nothing, also when it gives this client up."""
+    server = serve(program, "tcp")
+    client = (CrowdGuest if TABLE[program].one_endpoint else FakeClient)(run, server)
+    for host in NOWHERE:
+        client.send(client.connect(client.address[:4] + socket.inet_aton(host) +
+                                   client.address[8:]))
+        if TABLE[program].one_endpoint:
+            client.number = client.number + 1
+    time.sleep(12)
+    server.check_client(timeout=60)
     server.stop()
 
 

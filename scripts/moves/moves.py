@@ -30,6 +30,8 @@ import sys
 import tempfile
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
+# For subprocess, also of Python 3.6.
+TEXT = {"universal_newlines": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 MOST_ADDED = 120  # lines, in a move
 # One that replaces the sessions and the application of its parent may add more.
 MOST_ADDED_BY = {"13.1 number": 230}
@@ -107,10 +109,10 @@ def parent(step, root=ROOT):
 
 
 def output(command, root, **kwargs):
-    done = subprocess.run(command, cwd=root, check=False, text=True, capture_output=True,
+    done = subprocess.run(command, cwd=root, check=False, **TEXT,
                           **kwargs)
     if done.returncode:
-        raise ValueError(done.stderr.strip().removeprefix("error: "))
+        raise ValueError(done.stderr.strip().replace("error: ", "", 1))
     return done.stdout
 
 
@@ -125,7 +127,7 @@ def diff(before, after, *options):
         return subprocess.run(
             ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "-U3",
              "--patience", *options, "before", "after"],
-            cwd=folder, check=False, text=True, capture_output=True).stdout
+            cwd=folder, check=False, **TEXT).stdout
 
 
 def count(before, after):
@@ -204,12 +206,11 @@ def compile_error(text):
     """The first error of the compiler, or an empty string."""
     home = os.environ.get("LIBFABRIC_HOME")
     flags = f"-I{home}/include" if home else subprocess.run(
-        ["pkg-config", "--cflags", "libfabric"], check=False, text=True,
-        capture_output=True).stdout
+        ["pkg-config", "--cflags", "libfabric"], check=False, **TEXT).stdout
     done = subprocess.run(
         [*os.environ.get("CXX", "g++").split(), "-std=c++20", "-Wall", "-Wextra", "-Werror",
          "-fsyntax-only", *flags.split(), "-x", "c++", "-"],
-        input=text, check=False, text=True, capture_output=True)
+        input=text, check=False, **TEXT)
     errors = [line for line in done.stderr.splitlines() if "error:" in line]
     return (errors or [done.stderr[:200] or "the compiler fails"])[0] \
         if done.returncode else ""
@@ -240,7 +241,8 @@ def check(step, root=ROOT, compiled=False):
         messages += [f"{move}: line {at} is longer than {LONGEST_LINE} characters"
                      for at, line in enumerate(texts[k].split("\n"), 1)
                      if len(line) > LONGEST_LINE]
-        if not compiled and k < len(texts) - 1 and (error := compile_error(texts[k])):
+        error = "" if compiled or k == len(texts) - 1 else compile_error(texts[k])
+        if error:
             messages.append(f"{move}: it does not compile: {error}")
     added, _ = count(texts[0], texts[-1])
     if total > MOST_IN_ALL * added:

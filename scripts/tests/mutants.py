@@ -1166,6 +1166,10 @@ MUTANTS |= {
 
 # Those of 13_crowd.
 MUTANTS |= {
+    "crowd-nobody": Mutant(
+        "an address at which nobody has been is not removed", "13_crowd",
+        "    if (client.answered) {", "    if (true) {",
+        "test_failures.py test_addresses_of_nobody and 13_crowd"),
     "crowd-in-flight": Mutant(
         "no client has more than its share of the room for SENDs", "13_crowd",
         "!peer->outbox.empty() && peer->in_flight < kMaxInFlight) {",

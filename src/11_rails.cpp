@@ -648,6 +648,7 @@ struct Rail {
   std::optional<Buffer> memory;  // of the WRITEs, registered with this adapter
   Session session;
   bool accepted = false;  // client: the server has answered
+  bool asked = false;     // server: the request has come over it
 
   // Server: where the client's memory is, for this rail, and our WRITEs to it.
   uint64_t remote_addr = 0;
@@ -847,9 +848,9 @@ struct ServedClient {
   // completions. Throws if the client has sent something wrong, or nothing for
   // too long.
   size_t Poll() {
-    size_t completions = 0;
-    rails.ForEach([&](Rail& rail) {
-      completions += rail.session.Poll();
+    size_t completions = rails.Poll();
+    // What is wrong with a message is wrong with the client, not with a rail.
+    for (Rail& rail : rails.all) {
       while (std::optional<Message> message = rail.session.Take()) {
         if (message->type != AppMessageType::kBye) {
           HandleRequest(*message, rail);
@@ -857,7 +858,9 @@ struct ServedClient {
           done = true;
         }
       }
-      if (rail.memory && !done) ContinuePostWrite(rail);
+    }
+    rails.ForEach([&](Rail& rail) {
+      if (rail.asked && !done) ContinuePostWrite(rail);
     });
     if (done) {
       if (source) PrintProgress();
@@ -874,7 +877,7 @@ struct ServedClient {
   void HandleRequest(const Message& message, Rail& rail) {
     const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
     AppRandomFillMessage msg = {};
-    if (rail.memory || body.size() < sizeof(msg)) throw BadMessage("request");
+    if (rail.asked || body.size() < sizeof(msg)) throw BadMessage("request");
     body.copy(reinterpret_cast<char*>(&msg), sizeof(msg));
     if (!source) {
       request = msg;
@@ -882,8 +885,7 @@ struct ServedClient {
     }
     rail.remote_addr = msg.addr;
     rail.remote_key = msg.rkey;
-    rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
-                        source->gpu, source->data);
+    rail.asked = true;
   }
 
   // Compares each value in the message with what was received and what was
@@ -919,6 +921,10 @@ struct ServedClient {
   // Lets a rail take the next WRITEs, as far as libfabric has room: the queue
   // stays short, however long the transfer is.
   void ContinuePostWrite(Rail& rail) {
+    if (!rail.memory) {
+      rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
+                          source->gpu, source->data);
+    }
     bool several = rails.all.size() > 1;
     if (rail.memory->in_flight == 0) rail.completed_at = Clock::now();
     if (several && Clock::now() - rail.completed_at > kRailLimit) {

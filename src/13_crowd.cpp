@@ -165,7 +165,8 @@ Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
   hints->caps = FI_MSG;              // we want to send messages,
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
-  hints->ep_attr->max_msg_size = kMaxMessageSize;  // each as long as this
+  hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
+  hints->ep_attr->max_msg_size = kMaxMessageSize;   // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =

@@ -314,8 +314,8 @@ class First:
         self.process = run([self.path, *args], provider, **env)
         self.address = address_of(self.process)
 
-    def start_client(self, *args):
-        return self.run([self.path, self.address, *args], self.provider, **self.env)
+    def start_client(self, *args, **env):
+        return self.run([self.path, self.address, *args], self.provider, **self.env, **env)
 
     def check_client(self, *args):
         """Runs a client, which must succeed. Returns it."""

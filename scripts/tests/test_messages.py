@@ -322,7 +322,7 @@ def test_flood(run, program, provider):
     gets the places that there are, and waits for the next one; the server takes no more and
     more memory."""
     # Those that are served say nothing, and must not give up their place meanwhile.
-    server = Server(run, PATIENT[program](), program, provider)
+    server = Server(run, PATIENT(), program, provider)
     client = FakeClient(run, server)
     count = 5000
 
@@ -458,7 +458,7 @@ def test_client_interrupted_at_first_contact(run, build, program, provider):
     # It would say something else after 10 s of silence.
     interrupt(build)
     # A client that is slow to start may leave before it has turned to the server.
-    assert any(interrupt(PATIENT[program](), answer=True, pause=2**i / 2) for i in range(5))
+    assert any(interrupt(PATIENT(), answer=True, pause=2**i / 2) for i in range(5))
 
 
 # ---- Texts ----
@@ -475,29 +475,14 @@ def check_harmless(process):
     assert not re.search(r"[^\n -~]", process.output), process.output
 
 
-def test_terrible_texts_of_clients(run, serve):
-    """A server that guards itself prints a text as it is, but for all that is not plain
-    ASCII."""
-    server = serve("12_sleep")
-    client = FakeClient(run, server)
-    client.open_session()
-    client.send(base(TEXT) + TERRIBLE)
-    client.expect(f".*{HARMLESS}$")
-    check_harmless(server.process)
-    server.stop()
-
-
-@pytest.mark.parametrize("program,answer", [
-    ("12_sleep", base(TEXT) + TERRIBLE), (STRANGERS, base(REFUSED) + TERRIBLE)],
-    ids=["12_sleep", STRANGERS])
-def test_terrible_texts_of_servers(run, build, program, answer):
-    """So does a client: with what is not its text reversed, and with the reason for
-    which the server refuses what it wants."""
-    server = FakeServer(run, build, program)
+def test_terrible_texts_of_servers(run, build):
+    """A client that guards itself prints the reason for which it is refused as it is, but
+    for all that is not plain ASCII."""
+    server = FakeServer(run, build, STRANGERS)
     server.meet()
     server.send(server.accept())
     server.receive()
-    server.send(answer)
+    server.send(base(REFUSED) + TERRIBLE)
     server.client.wait_for(HARMLESS)
     # It may want to tell the server that it leaves.
     server.process.write("wait")

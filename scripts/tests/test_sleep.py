@@ -130,7 +130,8 @@ HEAVY_SLEEPER = variant(
     ("    CheckSilence(session.heard_at,", "    if (false) CheckSilence(session.heard_at,"),
     ("        ret = poll(",
      '        if (getenv("SIGNAL") != nullptr) raise(SIGINT);\n        ret = poll('),
-    ("silence / 64, kIdlePause", 'silence / 64, getenv("BRAKE") ? 20ms : kIdlePause'))
+    ("silence / 64, kIdlePause",
+     'silence / 64, domain.empty_wakes >= kEmptyWakes && getenv("BRAKE") ? 20ms : kIdlePause'))
 
 
 @pytest.mark.parametrize("provider", [

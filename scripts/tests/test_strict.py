@@ -12,6 +12,7 @@ import pytest
 
 from harness import BUILD, OVER_VERBS, PROGRAMS, Server, shares
 from repository import ROOT, variant
+from table import TABLE
 
 pytestmark = pytest.mark.skipif(
     bool(OVER_VERBS), reason="strict.so stands between the programs and tcp or shm")
@@ -20,9 +21,6 @@ two_providers = pytest.mark.parametrize("provider", ["", "shm"],
 CUDA = f"{BUILD}/cuda"
 GPU_PROGRAMS = [program for program in PROGRAMS
                 if os.path.exists(os.path.join(ROOT, CUDA, program))]
-# These take a GPU only if they are told to. The others take one where there is one.
-TOLD = [program for program in ("6_write", "7_queue", "8_malloc", "14_strangers")
-        if program in GPU_PROGRAMS]
 # Each with the folder that it is in.
 ALL = [(BUILD, program) for program in PROGRAMS] + \
       [(CUDA, program) for program in GPU_PROGRAMS]
@@ -67,7 +65,7 @@ def strict(run):
         env = {**env, **SHORT_DELAYS.get(program, {})}
         if program == "11_rails":
             env = {"STRICT_ADAPTERS": "3", **env}
-        options = ["--gpu"] if place == CUDA and program in TOLD else []
+        options = ["--gpu"] if place == CUDA else []
         return Server(run, place, program, provider, options=options,
                       LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
                       STRICT_DIR=run.new_folder(), **env)
@@ -180,7 +178,7 @@ def test_last_message(strict):
     check_transfer(strict("5_reverse", "shm"), STRICT_DELAY_US="300000")
 
 
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if not TABLE[p].one_endpoint])
 def test_short_messages(run, program):
     """efa-direct carries no message that is longer than a packet. A program asks for
     longer ones, and doesn't find this adapter."""
@@ -188,12 +186,6 @@ def test_short_messages(run, program):
                  LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"))
     assert server.wait() == 1
     assert re.search("^error: fi_getinfo .*: No data available$", server.output, re.M)
-
-
-@pytest.mark.parametrize("size", ["3", "8000"])
-def test_short_texts(strict, size):
-    """Others are told how long a message may be, and keep to it."""
-    check_transfer(strict("12_sleep", "shm", STRICT_MAX_MSG="8192"), "x" * int(size))
 
 
 LITTLE = variant("14_strangers", ("kMaxTransfer = 512 << 20", "kMaxTransfer = 1 << 20"))
@@ -243,7 +235,7 @@ def test_short_forms(race, seen):
 
 @pytest.mark.skipif(not GPU_PROGRAMS, reason="the programs for GPUs are not built")
 class TestGpu:
-    @pytest.mark.parametrize("program", TOLD, ids="{}-gpu".format)
+    @pytest.mark.parametrize("program", GPU_PROGRAMS, ids="{}-gpu".format)
     @pytest.mark.parametrize("reason,env", [
         ("cudaMalloc: no CUDA-capable device is detected", {"CUDA_STUB_DEVICES": "0"}),
         (r"fi_getinfo \(.*\): No data available", {"STRICT_HMEM": "0"}),
@@ -271,7 +263,7 @@ class TestGpu:
         server.stop()
         check_rules(server.process)
 
-    @pytest.mark.parametrize("program", TOLD, ids="{}-gpu".format)
+    @pytest.mark.parametrize("program", GPU_PROGRAMS, ids="{}-gpu".format)
     def test_ordered(self, strict, program):
         """Some GPUs keep the order by themselves, and have no flush."""
         server = strict(program, "shm", CUDA)
@@ -283,8 +275,7 @@ class TestGpu:
     def test_server_fails(self, strict, program, call):
         """A server whose GPU fails ends the session, and others are served. If it guards
         itself, it tells the client why."""
-        if program in TOLD:
-            call = call.replace("Synchronize:2", "Synchronize:3")
+        call = call.replace("Synchronize:2", "Synchronize:3")
         server = strict(program, "shm", CUDA, CUDA_STUB_FAIL=call)
         client = server.start_client(*ARGUMENTS[program], CUDA_STUB_FAIL="")
         function = call.split(":")[0]

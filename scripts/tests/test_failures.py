@@ -434,8 +434,9 @@ def test_idle(serve):
 @two_providers
 def test_idle_in_a_session(run, serve, provider):
     """A client that says nothing keeps its server as quiet."""
+    # Those that lend memory poll while they have clients, whose READs and WRITEs may need it.
     servers = [serve(program, provider) for program in PROGRAMS
-               if not TABLE[program].one_endpoint]
+               if program not in ("8_malloc", "10_lock", "13_crowd")]
     for server in servers:
         if server.entry.bad_sessions:
             FakeClient(run, server).open_session()

@@ -641,6 +641,7 @@ struct ServedClient {
   std::shared_ptr<Peer> peer;
   Clock::time_point heard_at = Clock::now();
   bool answered = false;  // somebody is there: the address is not invented
+  bool left = false;      // has said BYE
 };
 
 // The server: one mailbox, and what it knows about each client.
@@ -681,7 +682,10 @@ struct Server {
     ServedClient& client = it->second;
     client.heard_at = Clock::now();
     client.answered = true;
-    if (message.header.type == AppMessageType::kBye) return Forget(it);
+    if (message.header.type == AppMessageType::kBye) {
+      client.left = true;  // what is in flight to it may still complete
+      return;
+    }
     try {
       HandleRequest(client, message);
     } catch (const std::runtime_error& e) {
@@ -791,6 +795,8 @@ struct Server {
         Forget(client, "SEND failed: " + error);
       } else if (silence > kSilenceLimit && !client->second.answered) {
         Forget(client, "nobody is there");
+      } else if (client->second.left && client->second.peer->Unsent() == 0) {
+        Forget(client);
       } else if (silence > kForgetAfter) {
         Forget(client, "it has been silent for long");
       }

@@ -1065,7 +1065,7 @@ MUTANTS |= {
     "rail-bad-message": Mutant(
         "an error on one rail costs the client no other one", "11_rails",
         "if (all.size() == 1) throw;", "if (!all.empty()) throw;",
-        "test_rails.py test_bad_message_of_a_rail"),
+        "test_strict.py test_rail_fails and memory"),
     "rail-link-local": Mutant(
         "a link-local address is no rail", "11_rails",
         '"fe80:", 5) == 0) continue', '"fe80:", 5) == 77) continue',

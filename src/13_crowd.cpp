@@ -165,8 +165,7 @@ Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
   hints->caps = FI_MSG;              // we want to send messages,
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
-  hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
-  hints->ep_attr->max_msg_size = kMaxMessageSize;   // each as long as this
+  hints->ep_attr->max_msg_size = kMaxMessageSize;  // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
@@ -641,7 +640,6 @@ struct ServedClient {
   std::shared_ptr<Peer> peer;
   Clock::time_point heard_at = Clock::now();
   bool answered = false;  // somebody is there: the address is not invented
-  bool left = false;      // has said BYE
 };
 
 // The server: one mailbox, and what it knows about each client.
@@ -682,10 +680,7 @@ struct Server {
     ServedClient& client = it->second;
     client.heard_at = Clock::now();
     client.answered = true;
-    if (message.header.type == AppMessageType::kBye) {
-      client.left = true;  // what is in flight to it may still complete
-      return;
-    }
+    if (message.header.type == AppMessageType::kBye) return Forget(it);
     try {
       HandleRequest(client, message);
     } catch (const std::runtime_error& e) {
@@ -795,8 +790,6 @@ struct Server {
         Forget(client, "SEND failed: " + error);
       } else if (silence > kSilenceLimit && !client->second.answered) {
         Forget(client, "nobody is there");
-      } else if (client->second.left && client->second.peer->Unsent() == 0) {
-        Forget(client);
       } else if (silence > kForgetAfter) {
         Forget(client, "it has been silent for long");
       }

@@ -532,10 +532,6 @@ def test_at_the_door_of_a_crowd(run, serve, provider):
         for message in (b"", b"x", crowd(CONNECT)[:-1], crowd(0), crowd(BYE),
                         crowd_request(GET, b"key"), b"\0" * MAX_MESSAGE):
             client.send(message)
-        for count, address in enumerate([b"", b"\1", b"\0" * 15], 1):
-            guest = CrowdGuest(run, server)
-            guest.send(guest.connect(address=address))
-            server.process.wait_for("^error: fi_av_insert", count=count)
         if provider != "shm":  # libfabric itself hangs there: chapter 4
             client.send(bytes(MAX_MESSAGE + 1), answer="(sent|failed)", as_it_is=True)
     server.check_client("5", "5")

@@ -1,4 +1,4 @@
-"""Exercise 13: a client of the crowd has several requests on their way, up to WINDOW,
+"""Exercise 13: a client of the crowd has several texts on their way, up to WINDOW,
 and fewer of them as long as the server is slow. The last line tells how many there were:
 `Windows: up to 8, halved 3 times.`"""
 
@@ -16,18 +16,18 @@ WINDOWS = r"Windows: up to (\d+), halved (\d+) times\.\n$"
 def windows(client, num_replies):
     """What its last line says, if all is well otherwise."""
     assert client.wait(60) == 0, client.output
-    assert f"\n{num_replies} replies, all correct, " in client.output
+    assert f"\n{num_replies} texts, all correct, " in client.output
     line = re.search(WINDOWS, client.output)
     assert line, client.output
     return int(line[1]), int(line[2])
 
 
-def requests(server):
+def texts(server):
     """How many the server has handled, once they become no more."""
     count = -1
     while True:
         time.sleep(1.2)  # it tells every half second
-        lines = re.findall(r"^\d+ clients, (\d+) requests so far$", server.process.output, re.M)
+        lines = re.findall(r"^\d+ clients, (\d+) texts so far$", server.process.output, re.M)
         if int(lines[-1]) == count:
             return count
         count = int(lines[-1])
@@ -68,20 +68,20 @@ def test_window_shrinks(serve):
     server.stop()
 
 
-def test_requests_on_their_way(serve):
-    """A server that stands still finds more than one request, when it goes on."""
+def test_texts_on_their_way(serve):
+    """A server that stands still finds more than one text, when it goes on."""
     server = serve("13_crowd")
     for _ in range(3):  # on a busy machine, the window may just have been halved
         client = server.start_client("1", "1000", "100", WINDOW="8")
         client.wait_for("^1 clients are connected")
         time.sleep(4)
-        line = server.process.wait_for(r"^1 clients, (\d+) requests so far$",
+        line = server.process.wait_for(r"^1 clients, (\d+) texts so far$",
                                        after=len(server.process.lines))
         server.process.signal(signal.SIGSTOP)
         time.sleep(2)
         client.signal(signal.SIGSTOP)
         server.process.signal(signal.SIGCONT)
-        found = requests(server) - int(line[1])
+        found = texts(server) - int(line[1])
         client.signal(signal.SIGCONT)
         client.signal(signal.SIGINT)
         client.wait()

@@ -30,8 +30,8 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, DELETE, DONE, FINISH, FREE, GET,
-                      JOIN, LONGEST, MALLOC, PROGRESS, PUT, RANDOM_FILL, STORE, TABLE_ALIVE,
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, FINISH, FREE, JOIN, LONGEST,
+                      MALLOC, PROGRESS, PUT, RANDOM_FILL, TABLE_ALIVE,
                       TEXT, WAIT, base, read_address, read_crowd, with_nonce)
 from repository import ROOT
 
@@ -45,15 +45,14 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # ---- The messages ----
 
-# The messages of 13_crowd begin with the type, the number of a request and that of the
-# client, those of 14_strangers with a nonce, and all others with nothing but the type.
+# The messages of 13_crowd begin with the type and the number of the client, those of 14_strangers with a nonce, and all others with nothing but the type.
 PLAIN = ["5_reverse", "6_write", "7_queue", "8_malloc", "9_file", "10_lock", "11_rails",
          "12_sleep"]
 # The fields behind that: in the letters of Python's struct, except "bytes" (any number of
 # them) and "numbers" (any number of uint32_t).
 PLACE = [("addr", "Q"), ("size", "Q"), ("rkey", "Q"), ("seed", "Q")]
 PLAIN_FILL = [*PLACE, ("page_size", "I"), ("imm_data", "I")]
-IN_A_CROWD = [("sequence", "I"), ("number", "Q")]
+IN_A_CROWD = [("number", "Q")]
 GUARDED = {
     "CONNECT": (CONNECT, [("addr_size", "I"), ("addr", "256s")]),
     "BYE": (BYE, []),
@@ -86,9 +85,7 @@ FORMATS = {
     "ALIVE of 10_lock": (TABLE_ALIVE, []),
     "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr", "bytes")]),
     "BYE of 13_crowd": (BYE, IN_A_CROWD),
-    **{f"{name} of 13_crowd": (type_, [*IN_A_CROWD, ("bytes", "bytes")])
-       for name, type_ in [("GET", GET), ("STORE", STORE), ("DELETE", DELETE),
-                           ("DONE", DONE)]},
+    "TEXT of 13_crowd": (TEXT, [*IN_A_CROWD, ("text", "bytes")]),
 }
 BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
               2**64 - 1]
@@ -218,16 +215,8 @@ def session_of_a_file(rng, number):
 
 
 def session_of_a_crowd(rng, number):
-    messages = []
-    for sequence in range(1, rng.choice([2, 3, 5, 12])):
-        key = b"k" * rng.choice([0, 1, 3, 64])
-        value = b"v" * rng.choice([0, 1, 100, 1024])
-        kind = rng.choice(["GET", "STORE", "STORE", "DELETE"])
-        messages.append(Message(f"{kind} of 13_crowd", sequence=sequence,
-                                bytes=key + b"\0" + value * (kind == "STORE")))
-    if rng.random() < 0.1:
-        messages.append(Message("DONE of 13_crowd"))
-    return messages
+    return [Message("TEXT of 13_crowd", text=b"%d" % number * rng.choice([0, 1, 20, 200]))
+            for _ in range(rng.choice([1, 2, 4, 11]))]
 
 
 SESSIONS = {

@@ -1012,21 +1012,16 @@ MUTANTS |= {
 MUTANTS |= {
     "crowd-nobody": Mutant(
         "an address at which nobody has been is not removed", "13_crowd",
-        "    if (client.answered) {", "    if (true) {",
+        "    if (it->second->answered) {", "    if (true) {",
         "test_failures.py test_addresses_of_nobody and 13_crowd"),
-    "crowd-in-flight": Mutant(
-        "no client has more than its share of the room for SENDs", "13_crowd",
-        "!peer->outbox.empty() && peer->in_flight < kMaxInFlight) {",
-        "!peer->outbox.empty() && peer->in_flight < (kMaxInFlight << 30)) {",
-        "test_crowd.py test_deaf_client"),
     "crowd-unsent": Mutant(
         "who asks and does not read is forgotten", "13_crowd",
-        "client.peer->Unsent() >= kMaxUnsent) {",
-        "client.peer->Unsent() >= (kMaxUnsent << 30)) {",
+        "client->outbox.size() >= kMaxUnsent) {",
+        "client->outbox.size() >= (kMaxUnsent << 30)) {",
         "test_crowd.py test_deaf_client"),
     "crowd-remove": Mutant(
         "what is in flight to a client that is forgotten is given up", "13_crowd",
-        "      mailbox.endpoint.RemovePeerAddress(client.peer->addr);\n", "",
+        "      mailbox.endpoint.RemovePeerAddress(it->second->addr);\n", "",
         "test_crowd.py test_deaf_client"),
     "crowd-cleanup": Mutant(
         "fi_av_remove closes the connection", "13_crowd",
@@ -1034,75 +1029,50 @@ MUTANTS |= {
         "test_crowd.py test_deaf_client"),
     "crowd-same-address": Mutant(
         "an address is that of one client", "13_crowd",
-        "if (before != numbers.end()) Forget(clients.find(before->second));", "",
+        "      if (before != clients.end()) Forget(before);\n", "",
         "test_crowd.py test_whose_message"),
     "crowd-number": Mutant(
         "a client hears only what has its number", "13_crowd",
-        "header.number != server->number || !IsWaiting()", "!IsWaiting()",
-        "test_crowd.py test_stray_replies"),
-    "crowd-sequence": Mutant(
-        "a reply is that to the last request", "13_crowd",
-        "} else if (header.sequence == sequence) {", "} else {",
+        "if (message && message->number != server->number) return", "if (!message) return",
         "test_crowd.py test_stray_replies"),
     "crowd-peer": Mutant(
         "a peer is there as long as a SEND to it is in flight", "13_crowd",
-        ".callback = [peer](const RdmaOp& op) {",
-        ".callback = [peer = peer.get()](const RdmaOp& op) {",
+        ".callback = [this, peer](const RdmaOp& op) { Sent(peer, op); }});",
+        ".callback = [this, weak = peer.get()](const RdmaOp& op) {\n"
+        "           Sent({std::shared_ptr<Peer>(), weak}, op); }});",
         "test_crowd.py test_deaf_and_forgotten"),
     "crowd-silent": Mutant(
         "who is silent for long is forgotten", "13_crowd",
-        "} else if (silence > kForgetAfter) {", "} else if (silence > 1h) {",
+        "client->second->heard_at > kForgetAfter) {", "client->second->heard_at > 1h) {",
         "test_crowd.py test_forgotten"),
-    "crowd-blocked": Mutant(
+    "crowd-ready": Mutant(
         "what had to wait is posted when there is room", "13_crowd",
-        "      PostSends(peer);\n    }", "      blocked.push_back(peer);\n    }",
+        "    if (!peer->outbox.empty()) ready.push_back(peer);\n", "",
         "test_crowd.py test_many_at_once"),
-    "crowd-key-size": Mutant(
-        "a key is no longer than it may be", "13_crowd",
-        "if (key_size > kMaxKeySize ||", "if (key_size > 1000 ||",
-        "test_crowd.py test_requests_that_are_none"),
-    "crowd-value-size": Mutant(
-        "a value is no longer than it may be", "13_crowd",
-        "message.body.size() - key_size - 1 > kMaxValueSize) {", "false) {",
-        "test_crowd.py test_requests_that_are_none"),
-    "crowd-tiny-entries": Mutant(
-        "an entry without a value takes room as well", "13_crowd",
-        "size_t size = kEntrySize + key.size()", "size_t size = key.size()",
-        "test_crowd.py test_tiny_entries"),
-    "crowd-store": Mutant(
-        "what has been deleted makes room", "13_crowd",
-        "      store_size -= old_size;\n", "",
-        "test_crowd.py test_full_store"),
     "crowd-full": Mutant(
         "the server takes no more clients than it has room for", "13_crowd",
-        "if (clients.size() >= kMaxClients) {", "if (clients.size() >= 99999) {",
+        "if (clients.size() >= kMaxClients) return;", "",
         "test_crowd.py test_full_server"),
     "crowd-again": Mutant(
         "a client that was forgotten begins anew", "13_crowd",
-        "      connected = false;\n", "",
+        "    if (Clock::now() - asked_at > kForgetAfter / 2) Connect();\n", "",
         "test_crowd.py test_rare_requests"),
     "crowd-connect-again": Mutant(
         "a CONNECT that is lost is sent again", "13_crowd",
-        "Clock::now() - connect_at > kConnectAgain) {",
-        "Clock::now() - connect_at > 1h) {",
+        "again_at = Clock::now() + kConnectAgain;", "again_at = Clock::now() + 1h;",
         "test_crowd.py test_lost_connect"),
-    "crowd-connect-twice": Mutant(
-        "a CONNECT that comes twice begins one conversation", "13_crowd",
-        "        mailbox.Send(it->second.peer, AppMessageType::kAccept);\n      }\n      return;",
-        "        mailbox.Send(it->second.peer, AppMessageType::kAccept);\n      }",
-        "test_crowd.py test_whose_message"),
     "crowd-heard": Mutant(
         "who goes on asking is not forgotten", "13_crowd",
-        "    client.heard_at = Clock::now();\n", "",
+        "    it->second->heard_at = Clock::now();\n    it->second->answered", "    it->second->answered",
         "test_crowd.py test_forgotten"),
     "crowd-order": Mutant(
         "answers leave in their order", "13_crowd",
-        "    peer->outbox.push_back({{type", "    peer->outbox.push_front({{type",
+        "    peer->outbox.push_back({type", "    peer->outbox.push_front({type",
         "test_crowd.py test_many_at_once"),
     "crowd-turns": Mutant(
         "those for whom something waits have their turn one after the other", "13_crowd",
-        "    if (!peer->outbox.empty()) blocked.push_back(peer);",
-        "    if (!peer->outbox.empty()) blocked.push_front(peer);",
+        "if (peer->error.empty() && !PostSend(peer)) ready.push_back(peer);",
+        "if (peer->error.empty() && !PostSend(peer)) ready.push_front(peer);",
         "test_crowd.py test_turns"),
 }
 # Helpers that contain the code of a program, by a word in the names of their tests.

@@ -38,7 +38,7 @@ HELLO = Promise(client="^Sent 13 bytes\\.$",
 NOTHING_HAPPENED = "^error: .*nothing has happened for 10 s"
 SAVED = "^The server has saved the file\\.$"
 LAGER = Promise([["lager"]], client="^The text is correct")
-CROWD = Promise([["5", "50"]] * 2, "^250 replies, all correct, ")
+CROWD = Promise([["5", "50"]] * 2, "^250 texts, all correct, ")
 PROMISES = {
     "4_hello": {
         "": HELLO,
@@ -86,8 +86,8 @@ PROMISES = {
                                  {"bw=[0-9.]+Gbps": 10, "Done": 10})},
     "13_crowd": {
         "": CROWD,
-        "number": LAGER._replace(clients=[["lager"]] * 3),
-        "store": Promise([["put", "lager", "regal"]] * 2, "^Done\\.$")},
+        "listener": LAGER._replace(clients=[["lager"]]),
+        "number": LAGER._replace(clients=[["lager"]] * 3)},
 }
 
 

@@ -770,6 +770,7 @@ struct Client {
   // Tells the server our address, until it answers. With a connection that the
   // server has just given up, a CONNECT is lost.
   void Connect() {
+    mailbox.Poll();  // libfabric notices if the server has hung up
     Clock::time_point again_at;
     const char* what =
         "waiting for ACCEPT (is the server running, with the same "

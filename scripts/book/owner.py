@@ -220,7 +220,7 @@ FIGURES = {
         messages that it never reads, so this one does not arrive. The server forgets the
         client and removes its address, but the endpoint stays open for all others. The buffer
         is the server's again with the SEND's completion, which brings an error. Without that
-        completion it stays in flight, and its record in the list leaving.""",
+        completion it stays in flight.""",
         Lane("the server's, for a SEND",
              [(12, "mine", "mine"), (92, "flight", "in flight"), (392, "mine", "mine")],
              [(92, ["post"], "bold"), (242, ["forgotten:", "fi_av_remove"], ""),

@@ -896,7 +896,7 @@ MUTANTS |= {
         "test_rails.py test_number_of_a_client"),
     "rail-second-request": Mutant(
         "over each rail comes one request", "11_rails",
-        "if (rail.asked || body.size()", "if (body.size()",
+        "if (rail.memory || body.size()", "if (body.size()",
         "test_rails.py test_request_over_each_rail"),
     "rail-one-request": Mutant(
         "the first request begins the transfer, and no other one", "11_rails",

@@ -3,11 +3,11 @@
 Usage: scripts/bench/bench.sh --crowd   (make bench-crowd)
 
 In turn, each with 1, 10 and 100 clients in one process, which ask for one thing at a
-time, a PUT and a GET by turns:
+time:
   one endpoint      13_crowd,
   an endpoint each  13_crowd changed by crowd_endpoints.patch,
   redis             redis-server and redis-benchmark over TCP: as many SETs, then as many
-                    GETs, with keys and values as long as those of 13_crowd. Its times
+                    GETs, with values as long as the texts of 13_crowd. Its times
                     are the means of both. Don't compare them with ours: each client
                     asks once in CLIENTS / (requests a second), and with 100 clients
                     redis-benchmark counts half of that, and 13_crowd nearly all.
@@ -55,7 +55,7 @@ PROGRAM = os.path.join(BUILD, "13_crowd")
 VARIANT = os.path.join(bench.variant_folder("endpoints"), "13_crowd")
 PATCH = f"{ROOT}/scripts/bench/crowd_endpoints.patch"
 PROGRAMS = {"one endpoint": PROGRAM, "an endpoint each": VARIANT}
-# Of 13_crowd: "key of client 1234567890" and ": 1234" after it.
+# As long as a text of 13_crowd: "12345678901234567890, text 123".
 KEY = "key of client __rand_int__"  # redis-benchmark puts 12 digits there
 VALUE_SIZE = 30
 
@@ -116,8 +116,8 @@ def measure_crowd(program, provider, clients):
             # To open endpoints is not what is measured.
             read_until(client, "clients are connected")
             cpu = cpu_seconds(server)
-            found = read_until(client, r"(\d+) replies, all correct, (\d+) a second: "
-                                       r"half took up to (\d+) us, 99 % up to (\d+) us")
+            found = read_until(client, r"(\d+) texts, all correct, (\d+) a second: half of "
+                                       r"the answers took up to (\d+) us, 99 % up to (\d+) us")
             cpu = cpu_seconds(server) - cpu
             replies, *rates = [float(text) for text in found.groups()]
             return Measured(*rates, memory_mb(server), cpu / replies * 1e6)

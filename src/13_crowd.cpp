@@ -422,7 +422,7 @@ struct Peer {
   std::deque<Message> outbox;  // that have not left; send_buf has the first
   std::string error;           // not empty: we send nothing more
   Clock::time_point heard_at = Clock::now();  // the last sign of life
-  bool answered = false;  // somebody is there: the address is not invented
+  bool reached = false;  // somebody is there: the address is not invented
 
   explicit Peer(Domain& domain) : send_buf(domain, kMaxMessageSize, FI_SEND) {}
 };
@@ -494,6 +494,7 @@ struct Mailbox {
   void Sent(const std::shared_ptr<Peer>& peer, const RdmaOp& op) {
     try {
       op.Check();
+      peer->reached = true;
     } catch (const std::runtime_error& e) {
       peer->error = e.what();
     }
@@ -644,7 +645,6 @@ struct Server {
     auto it = clients.find(message.number);
     if (it == clients.end()) return;
     it->second->heard_at = Clock::now();
-    it->second->answered = true;
     if (message.type == AppMessageType::kBye) return Forget(it);
     try {
       HandleRequest(it->second, message);
@@ -697,7 +697,7 @@ struct Server {
     it->second->error = "forgotten";
     // What is in flight to nobody may never complete. An address at which
     // nobody has ever been is not removed: libfabric 1.17 may crash.
-    if (it->second->answered) {
+    if (it->second->reached) {
       mailbox.endpoint.RemovePeerAddress(it->second->addr);
     }
     clients.erase(it);
@@ -831,8 +831,10 @@ void ClientMain(const Address& server_addr, size_t num_clients,
                 size_t num_texts, std::chrono::milliseconds period) {
   Domain domain;
   std::list<Client> crowd;
-  while (crowd.size() < num_clients) crowd.emplace_back(domain, server_addr);
-  printf("%zu clients are connected.\n", num_clients);
+  while (crowd.size() < num_clients && !g_interrupted) {
+    crowd.emplace_back(domain, server_addr);
+  }
+  printf("%zu clients are connected.\n", crowd.size());
   std::vector<double> times;  // us
   Clock::time_point start = Clock::now();
   while (times.size() < num_clients * num_texts) {

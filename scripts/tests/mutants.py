@@ -1012,7 +1012,7 @@ MUTANTS |= {
 MUTANTS |= {
     "crowd-nobody": Mutant(
         "an address at which nobody has been is not removed", "13_crowd",
-        "    if (it->second->answered) {", "    if (true) {",
+        "    if (it->second->reached) {", "    if (true) {",
         "test_failures.py test_addresses_of_nobody and 13_crowd"),
     "crowd-unsent": Mutant(
         "who asks and does not read is forgotten", "13_crowd",
@@ -1063,7 +1063,7 @@ MUTANTS |= {
         "test_crowd.py test_lost_connect"),
     "crowd-heard": Mutant(
         "who goes on asking is not forgotten", "13_crowd",
-        "    it->second->heard_at = Clock::now();\n    it->second->answered", "    it->second->answered",
+        "    it->second->heard_at = Clock::now();\n    if (message.type", "    if (message.type",
         "test_crowd.py test_forgotten"),
     "crowd-order": Mutant(
         "answers leave in their order", "13_crowd",

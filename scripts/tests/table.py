@@ -414,7 +414,7 @@ TABLE = {
         every_provider=True,
         one_endpoint=True,
         bad_sessions=BAD_CROWDS,
-        most_removed=24),
+        most_removed=26),
 }
 
 # It asks for the same as 7_queue, and may ask for more.

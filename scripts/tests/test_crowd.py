@@ -52,8 +52,8 @@ SETTINGS = ["kSilenceLimit", "kForgetAfter", "kMaxClients", "kMaxUnsent"]
 TURNS = """
 int CheckTurns() {
   static size_t tries[2] = {};
-  std::shared_ptr<Peer> peers[2];
   Domain domain;
+  std::shared_ptr<Peer> peers[2];
   Mailbox mailbox(domain);
   struct fi_ops_msg full = *mailbox.endpoint.ep.ptr->msg;
   full.send = [](struct fid_ep*, const void*, size_t, void*, fi_addr_t addr, void*) {

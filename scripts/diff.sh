@@ -48,6 +48,7 @@ program=
 for name in "$@"; do
   if [[ $name == "$number" || $number =~ ^[0-9]+$ && $name == "$number"_* ]]; then
     program=$name
+    break
   fi
 done
 [ -n "$program" ] || {

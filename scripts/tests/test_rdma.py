@@ -1,17 +1,19 @@
 """The programs over real verbs: Soft-RoCE or another RDMA device, which
 scripts/rdma/inside.sh makes available. What the chapters say about verbs is tried
-here; a wrong key is tried in test_messages.py."""
+here; a wrong key is tried in test_messages.py, too."""
 
 import re
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 
 from fakes import FakeClient
-from harness import OVER_VERBS, PROGRAMS, is_here
+from harness import OVER_VERBS, PROGRAMS, TIME_FACTOR, is_here
 from messages import BYE, base
+from repository import ROOT, variant
 from table import TABLE
 
 VERBS = "verbs;ofi_rxm"
@@ -169,3 +171,119 @@ def test_8_mib_of_locked_memory(run, build, serve):
             r"^error: SEND failed: Cannot allocate memory .*`ulimit -l`", client.output,
             re.M), client.output
         server.stop()
+
+
+# ---- 2_verbs ----
+
+LATE = '    recv.next = &empty;  // one call posts both\n', ""
+WITH_ONE_RECV = variant("2_verbs", LATE)
+GIVES_UP = variant("2_verbs", LATE, ("attr.rnr_retry = 7;", "attr.rnr_retry = 0;"))
+roce = pytest.mark.skipif(IWARP, reason="a queue pair of iWARP is connected by others")
+
+
+def typed(process, words):
+    """What it asks to be typed into the other terminal."""
+    return process.wait_for(rf"^{words}:\n  (.*)\n")[1]
+
+
+class Verbs:
+    """A server and a client of 2_verbs. The reader carries what each prints."""
+
+    def __init__(self, run, build, *args, change=lambda address: address):
+        self.server = run([f"{build}/2_verbs"], stdin=subprocess.PIPE)
+        command = typed(self.server, "Run the client with the following command")
+        self.client = run([f"{build}/2_verbs", change(command.split()[1]), *args],
+                          stdin=subprocess.PIPE)
+        self.address = typed(self.client, "Type this into the server's terminal")
+
+    def connect(self):
+        self.server.write(self.address)
+        time.sleep(TIME_FACTOR)  # it says nothing
+        return self
+
+    def enter(self):
+        self.client.write("")
+        return self
+
+    def ends(self, server, client):
+        """With these statuses. What both have printed is on the page, but for numbers."""
+        assert (self.client.wait(), self.server.wait()) == (client, server), self.outputs()
+        with open(f"{ROOT}/chapters/2_verbs.md") as file:
+            page = alike(file.read())
+        for line in self.outputs().splitlines():
+            assert alike(line) in page, line
+
+    def outputs(self):
+        return self.server.output + self.client.output
+
+
+def alike(text):
+    """Without what is another number in each run."""
+    return re.sub(r"\d+,0,::ffff:[\d.]+,[0-9a-f]+,[0-9a-f]+", "ADDRESS",
+                  re.sub(r"\S*build/\S*2_verbs", "2_verbs", text))
+
+
+@roce
+@pytest.mark.parametrize("text", ["", "x", "Hello, world!", "x" * 65536, "x" * 70000],
+                         ids=len)
+def test_verbs(run, build, text):
+    verbs = Verbs(run, build, *([] if text.startswith("H") else [text])).connect().enter()
+    assert verbs.client.wait() == verbs.server.wait() == 0, verbs.outputs()
+    text = text[:65536]
+    assert verbs.server.output.endswith(
+        f"\nReceived {len(text)} bytes: {text}\nMy memory: {text}\n")
+    assert verbs.client.output.endswith(
+        f"\nSent {len(text)} bytes.\nWrote {len(text)} bytes.\n")
+    if text.startswith("H"):
+        verbs.ends(0, 0)
+
+
+@roce
+def test_verbs_too_early(run, build):
+    """The server's queue pair is in INIT."""
+    verbs = Verbs(run, build).enter()
+    assert verbs.client.wait() == 1
+    assert verbs.client.output.endswith("\nerror: SEND: transport retry counter exceeded\n")
+    verbs.server.popen.stdin.close()
+    verbs.ends(1, 1)
+
+
+@roce
+def test_verbs_wrong_key(run, build):
+    """The last digit of the key is another one."""
+    verbs = Verbs(run, build, change=lambda address: (
+        address[:-1] + "10"[address.endswith("1")])).connect().enter()
+    verbs.ends(1, 1)
+    assert verbs.client.output.endswith("\nerror: WRITE: remote access error\n")
+
+
+@roce
+@pytest.mark.parametrize("build_it,status", [(WITH_ONE_RECV, None), (GIVES_UP, 1)],
+                         ids=["waits", "gives up"])
+def test_verbs_without_a_recv(run, build_it, status):
+    """A WRITE takes no RECV, and the message after it does."""
+    verbs = Verbs(run, build_it()).connect().enter()
+    verbs.server.wait_for("^Received 13 bytes")
+    if status is None:
+        verbs.client.wait_for("^Sent 13 bytes")
+        with pytest.raises(subprocess.TimeoutExpired):
+            verbs.client.wait(5)
+        return
+    assert verbs.client.wait() == status
+    assert verbs.client.output.endswith("\nerror: SEND: RNR retry counter exceeded\n")
+
+
+@roce
+def test_verbs_typed_wrong(run, build):
+    server = run([f"{build}/2_verbs"], stdin=subprocess.PIPE)
+    server.wait_for("^Then type")
+    server.write("17,0,here")
+    assert server.wait() == 1
+    assert "\nerror: 17,0,here: that is not what the other side has printed\n" in server.output
+
+
+@pytest.mark.skipif(not IWARP, reason="there is a RoCE device")
+def test_verbs_refuses_iwarp(run, build):
+    server = run([f"{build}/2_verbs"])
+    assert server.wait() == 1
+    assert server.output.startswith("error: no InfiniBand adapter, and none of RoCE ")

@@ -26,7 +26,8 @@ from repository import ROOT, make, number, numbered, parent, programs
 from table import TABLE, WITHOUT_ENTRY, Entry
 
 # Chapter 4 breaks 2_first, which breaks more easily. A move of the others goes wrong.
-NOT_BROKEN = ["4_hello", "6_write", "7_queue", "9_file"]
+# 2_verbs is broken by what is typed.
+NOT_BROKEN = ["2_verbs", "4_hello", "6_write", "7_queue", "9_file"]
 
 
 def uses(text, program):
@@ -319,7 +320,7 @@ def what_is_missing(root, table, sessions):
         messages.extend(f"{path(name)}: there is no src/{name}.cpp"
                         for name in names if name not in there)
 
-    numbers = [number(program) for program in there]
+    numbers = [number(program) for program in tested]
     messages += [f"src/: two programs have the number {n}"
                  for n in sorted(set(numbers)) if numbers.count(n) > 1]
     each(chapters.pages_of_programs(root), "chapters/{}.md".format, there)

@@ -1,9 +1,9 @@
 // 2_verbs: the message of 2_first and its one WRITE, in verbs, the interface
-// of InfiniBand and RoCE adapters, with nothing in between.
+// of InfiniBand and RoCE adapters, without libfabric.
 //
-// Its five steps have the numbers of those of 2_first, to be read side by side.
-// A queue pair has one peer, and both sides have to be told of the other one, so
-// you carry a line each way.
+// The five steps are those of 2_first, to be read side by side. A queue pair
+// has one peer, and each side has to be told of the other, so you carry a line
+// both ways.
 
 #include <arpa/inet.h>
 #include <errno.h>
@@ -31,8 +31,8 @@ T* Check(T* object, const char* call) {
   return object;
 }
 
-// Tells whether peers can reach us at this address (GID): one of InfiniBand, or
-// of RoCE v2, which travels in UDP, and then one that stands for an IPv4 address.
+// Tells whether we take this address (GID) of a port: one of InfiniBand, or an
+// IPv4 address of RoCE v2, whose packets travel in UDP.
 bool IsReachable(const ibv_gid_entry& entry) {
   return entry.gid_type == IBV_GID_TYPE_IB ||
          (entry.gid_type == IBV_GID_TYPE_ROCE_V2 &&
@@ -46,7 +46,7 @@ ibv_wc WaitForCompletion(ibv_cq* cq) {
   while ((count = ibv_poll_cq(cq, 1, &wc)) == 0) continue;
   if (count < 0) Fail("ibv_poll_cq", "no entry can be read");
   if (wc.status != IBV_WC_SUCCESS) {
-    Fail((const char*)wc.wr_id, ibv_wc_status_str(wc.status));
+    Fail(reinterpret_cast<const char*>(wc.wr_id), ibv_wc_status_str(wc.status));
   }
   return wc;
 }
@@ -55,7 +55,7 @@ int main(int argc, char** argv) {
   bool server = argc == 1;
   setlinebuf(stdout);
 
-  // 1. Ask: which device has a port that peers can reach?
+  // 1. Ask: which device has a port with an address?
   int num_devices = 0;
   ibv_device** devices = ibv_get_device_list(&num_devices);
   ibv_context* context = nullptr;
@@ -89,7 +89,7 @@ int main(int argc, char** argv) {
   Check(ibv_query_port(context, local.port_num, &port), "ibv_query_port");
 
   // 3. Make a queue pair, with a completion queue.
-  ibv_cq* cq =  // how our operations have ended, 4 of them at most
+  ibv_cq* cq =  // how our operations have ended: room for four
       Check(ibv_create_cq(context, 4, nullptr, nullptr, 0), "ibv_create_cq");
   ibv_qp_init_attr wanted = {};
   wanted.qp_type = IBV_QPT_RC;  // reliable, and connected to one peer
@@ -124,8 +124,6 @@ int main(int argc, char** argv) {
     recv.next = &empty;  // one call posts both
     ibv_recv_wr* failed;
     Check(ibv_post_recv(qp, &recv, &failed), "ibv_post_recv");
-  }
-  if (server) {
     printf("Run the client with the following command:\n  %s ", argv[0]);
   } else {
     printf("Type this into the server's terminal:\n  ");
@@ -151,19 +149,19 @@ int main(int argc, char** argv) {
   attr.ah_attr.grh.sgid_index = local.gid_index;
   attr.ah_attr.grh.hop_limit = 64;
   attr.ah_attr.port_num = local.port_num;
-  attr.path_mtu = port.active_mtu;
-  attr.max_dest_rd_atomic = 1;
-  attr.min_rnr_timer = 12;  // without a RECV, the peer tries again in 0.64 ms
+  attr.path_mtu = port.active_mtu;  // bytes in a packet
+  attr.max_dest_rd_atomic = 1;      // READs of the peer at a time
+  attr.min_rnr_timer = 12;      // if we have no RECV: try again after 0.64 ms
   attr.qp_state = IBV_QPS_RTR;  // ready to receive
   Check(ibv_modify_qp(qp, &attr,
                       IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU |
                           IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                           IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER),
         "ibv_modify_qp to RTR");
-  attr.timeout = 14;   // without an answer, we try again after 67 ms,
-  attr.retry_cnt = 7;  // so often,
-  attr.rnr_retry = 7;  // and for ever if the peer has no RECV
-  attr.max_rd_atomic = 1;
+  attr.timeout = 14;            // without an answer, we try again after 67 ms,
+  attr.retry_cnt = 6;           // six times (Soft-RoCE takes 7 for "for ever"),
+  attr.rnr_retry = 0;           // and not at all if the peer has no RECV
+  attr.max_rd_atomic = 1;       // and of ours
   attr.qp_state = IBV_QPS_RTS;  // ready to send, too
   Check(ibv_modify_qp(qp, &attr,
                       IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |
@@ -178,7 +176,7 @@ int main(int argc, char** argv) {
     WaitForCompletion(cq);  // the message behind the WRITE
     printf("My memory: %.*s\n", int(sizeof(buffer[1])), buffer[1]);
   } else {
-    if (fgets(line, sizeof(line), stdin) == nullptr) return 1;
+    if (fgets(line, sizeof(line), stdin) == nullptr) return 1;  // Enter
     const char* text = argc > 2 ? argv[2] : "Hello, world!";
     sge.length = strnlen(text, sizeof(buffer[0]));
     memcpy(buffer[0], text, sge.length);
@@ -193,14 +191,14 @@ int main(int argc, char** argv) {
     WaitForCompletion(cq);
     printf("Sent %u bytes.\n", sge.length);
 
-    // The server takes no part in a WRITE. A message of no bytes behind it says
-    // that it is in place, and its completion speaks for both.
+    // The server takes no part in a WRITE. A message of no bytes behind it tells
+    // the server that it is in place, and us, since it completes last.
     ibv_send_wr write = send;
     write.wr_id = uintptr_t("WRITE");
     write.opcode = IBV_WR_RDMA_WRITE;
     write.wr.rdma.remote_addr = place;
     write.wr.rdma.rkey = key;
-    write.send_flags = 0;
+    write.send_flags = 0;  // no completion, unless it fails
     write.next = &send;
     send.num_sge = 0;
     Check(ibv_post_send(qp, &write, &failed), "ibv_post_send");

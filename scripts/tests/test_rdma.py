@@ -293,3 +293,17 @@ def test_verbs_refuses_iwarp(run, build):
     server = run([f"{build}/2_verbs"])
     assert server.wait() == 1
     assert server.output.startswith("error: no InfiniBand adapter, and none of RoCE ")
+
+
+@roce
+def test_queue_pair_for_each_peer(run, serve):
+    """The one endpoint of 4_hello has them, as page 2½ says of an RDM endpoint."""
+    server = serve("4_hello", VERBS)
+    for count in 1, 2:
+        FakeClient(run, server).send(b"text")
+        server.process.wait_for("^Received 4 bytes: text$", count=count)
+        listed = subprocess.run(["rdma", "res", "show", "qp"], check=True, text=True,
+                                capture_output=True).stdout
+        assert len(re.findall(rf"type RC state RTS .* pid {server.process.popen.pid} ",
+                              listed)) == count, listed
+    server.stop()

@@ -152,6 +152,7 @@ def test_make_without_a_library(make_without, header, name, package):
     assert re.fullmatch(rf".*\*\*\* {name} is missing .*{package}.*\n", error)
 
 
+@pytest.mark.builds("plain")
 @pytest.mark.skipif(not os.path.exists("/usr/include/infiniband/verbs.h")
                     or bool(glob.glob("/sys/class/infiniband/*")),
                     reason="no libibverbs, or an RDMA device")

@@ -269,11 +269,11 @@ def machine_without_anything(folder, manager, user):
 
 PACKAGES = {
     ("apt-get", "build test", 0):
-        "g++ make python3 pkg-config libfabric-dev libfabric-bin libxxhash-dev git "
-        "python3-pytest python3-pytest-xdist iproute2 iperf3 socat",
+        "g++ make python3 pkg-config libfabric-dev libfabric-bin libxxhash-dev "
+        "libibverbs-dev git python3-pytest python3-pytest-xdist iproute2 iperf3 socat",
     ("dnf", "build exercise", 1000):
         "gcc-c++ make python3 pkgconf-pkg-config libfabric-devel libfabric xxhash-devel "
-        "python3-pytest"}
+        "rdma-core-devel python3-pytest"}
 
 
 @pytest.mark.parametrize("manager,groups,user", PACKAGES)

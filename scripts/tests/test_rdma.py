@@ -151,11 +151,11 @@ with_setpriv = pytest.mark.skipif(shutil.which("setpriv") is None, reason="no se
 @with_setpriv
 @pytest.mark.parametrize("program", RUNNING)
 def test_locked_memory_over_verbs(run, build, program):
-    """A user whose limit of locked memory is low is told so."""
+    """The appendix has a row for what a user with a low limit of locked memory reads."""
     process = run([*LIMITED, "64", f"{build}/{program}"], VERBS)
     assert process.wait() == 1
-    assert re.search(r"^error: .*Cannot allocate memory .*`ulimit -l`", process.output,
-                     re.M), process.output
+    assert re.search(r"^error: .*: Cannot allocate memory$", process.output, re.M), \
+        process.output
 
 
 @with_setpriv
@@ -168,7 +168,7 @@ def test_8_mib_of_locked_memory(run, build, serve):
                      FI_OFI_RXM_BUFFER_SIZE=size)
         assert client.wait() == status
         assert status == 0 or re.search(
-            r"^error: SEND failed: Cannot allocate memory .*`ulimit -l`", client.output,
+            r"^error: SEND failed: Cannot allocate memory$", client.output,
             re.M), client.output
         server.stop()
 

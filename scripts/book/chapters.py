@@ -198,8 +198,8 @@ def is_appendix(name):
 
 
 def chapters(root):
-    """In the order of reading: of two with a number, the one named like the program is
-    first, and then as the README lists them. The appendices come last."""
+    """In the order of reading: those with the same number as the README lists them. The
+    appendices come last."""
     readme = f"{root}/README.md"
     listed = read(readme) if os.path.exists(readme) else ""
 
@@ -207,8 +207,7 @@ def chapters(root):
         if is_appendix(name):
             at = APPENDICES.index(name) if name in APPENDICES else len(APPENDICES)
             return math.inf, at, name
-        return (number(name), not os.path.exists(f"{root}/src/{name}.cpp"),
-                listed.find(f"chapters/{name}.md"), name)
+        return number(name), listed.find(f"chapters/{name}.md"), name
 
     return sorted(numbered(f"{root}/chapters", ".md"), key=place)
 

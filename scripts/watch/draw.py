@@ -205,21 +205,14 @@ class Axis:
     def __init__(self, times, begin, end):
         self.times = sorted({begin, end, *(t for t in times if t and begin <= t <= end)})
         gaps = [b - a for a, b in zip(self.times, self.times[1:])] or [1]
-        if len(gaps) < 150:
-            low, high = min(9.0, 0.6 * PLOT / len(gaps)), max(46.0, 1.6 * PLOT / len(gaps))
-            scale = self.fit(gaps, low, high)
-        else:  # to scale, but for the pauses
-            low, high, active = 0.0, 24.0, sum(gaps)
-            for _ in range(20):
-                active = sum(gap for gap in gaps if gap <= active / 8)
-            pauses = sum(gap > active / 8 for gap in gaps)
-            scale = max(PLOT - 14 - high * pauses, PLOT / 4) / max(active, 1)
-            longest = active / 8
-        self.scale, self.at, self.cuts, x = scale, [LABEL + 4.0], [], LABEL + 4.0
+        low, high = min(9.0, 0.6 * PLOT / len(gaps)), max(46.0, 1.6 * PLOT / len(gaps))
+        if len(gaps) >= 150:  # to scale, but for the pauses
+            low, high = 0.0, 24.0
+        self.scale = self.fit(gaps, low, high)
+        self.at, self.cuts, x = [LABEL + 4.0], [], LABEL + 4.0
         for gap in gaps:
-            cut = gap * scale > high * 1.01 if low else gap > longest
-            step = high if cut else max(gap * scale, low)
-            if cut:
+            step = min(max(gap * self.scale, low), high)
+            if gap * self.scale > high * 1.01:
                 self.cuts.append((x, x + step, gap))
             x += step
             self.at.append(x)
@@ -228,7 +221,7 @@ class Axis:
     def fit(gaps, low, high):
         """The scale at which they are as wide as there is room."""
         less, more = 0.0, 1e3
-        for _ in range(200):
+        for _ in range(60):
             scale = (less + more) / 2
             if sum(min(max(gap * scale, low), high) for gap in gaps) > PLOT - 14:
                 more = scale

@@ -392,6 +392,34 @@ const Part kTellsSecond = [](Side& s, bool wrong) {
   if (!wrong) s.Hear();
 };
 
+// Saves what comes with a number, twice, and says so: the wrong one, if it is hasty, before
+// it has saved it.
+Part Saves(bool hasty) {
+  return [=](Side& s, bool wrong) {
+    int file = TemporaryFile();
+    for (int i = 0; i < 2; ++i) {
+      s.HearNumber();
+      if (wrong && hasty) s.Say(1, "credit");
+      if (!hasty) s.PollFor(20);
+      if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
+      if (!wrong || !hasty) s.Say(1, "credit");
+    }
+  };
+}
+// WRITEs to one place, with a number each time, and waits for the credit in between; the
+// wrong one, if it is hasty, doesn't.
+Part Fills(bool hasty) {
+  return [=](Side& s, bool wrong) {
+    for (int i = 0; i < 2; ++i) {
+      s.own[0] = static_cast<char>('a' + i);
+      s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+      s.Wait(s.Tag(1));
+      if (!wrong || !hasty) s.Hear();
+    }
+    while (wrong && hasty && s.messages.size() < 2) s.Poll();
+  };
+}
+
 const std::vector<Case> kCases = {
     // ---- My own buffer, between post and completion ----
     {"send-store", "flight", false, kListens,
@@ -604,24 +632,7 @@ const std::vector<Case> kCases = {
        s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
        s.Wait(s.Tag(1));
      }},
-    {"credit-before-saved", "lent", false,
-     [](Side& s, bool wrong) {
-       int file = TemporaryFile();
-       for (int i = 0; i < 2; ++i) {
-         s.HearNumber();
-         if (wrong) s.Say(1, "credit");
-         if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
-         if (!wrong) s.Say(1, "credit");
-       }
-     },
-     [](Side& s, bool) {
-       for (int i = 0; i < 2; ++i) {
-         s.own[0] = static_cast<char>('a' + i);
-         s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-         s.Wait(s.Tag(1));
-         s.Hear();
-       }
-     }},
+    {"credit-before-saved", "lent", false, Saves(true), Fills(false)},
     // What is saved too early is named for that, and not for the next WRITE.
     {"saved-too-early", "lent", false,
      [](Side& s, bool) {
@@ -643,25 +654,7 @@ const std::vector<Case> kCases = {
          s.Hear();
        }
      }},
-    {"no-credit", "credit", false,
-     [](Side& s, bool) {
-       int file = TemporaryFile();
-       for (int i = 0; i < 2; ++i) {
-         s.HearNumber();
-         s.PollFor(20);
-         if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
-         s.Say(1, "credit");
-       }
-     },
-     [](Side& s, bool wrong) {
-       for (int i = 0; i < 2; ++i) {
-         s.own[0] = static_cast<char>('a' + i);
-         s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-         s.Wait(s.Tag(1));
-         if (!wrong) s.Hear();
-       }
-       while (wrong && s.messages.size() < 2) s.Poll();
-     }},
+    {"no-credit", "credit", false, Saves(false), Fills(true)},
     {"bye-first", "lent", true,
      [](Side& s, bool) {
        s.Hear();

@@ -286,31 +286,6 @@ def test_feed_without_credit(run):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
-# ---- One client and several servers ----
-
-@pytest.mark.thorough
-def test_several(run):
-    """A server that stands still holds up no round, and one that has died is given up. With
-    another one, most of them are gone."""
-    several = Made(run, "several")
-    first, slow, last = servers = [several.server, run([several.path]), run([several.path])]
-    addresses = [address_of(server) for server in servers]
-    client = run([several.path, *addresses, "1000"])
-    slow.wait_for("Received CONNECT")
-    slow.signal(signal.SIGSTOP)
-    assert client.wait() == 0, client.output
-    assert "Most servers have 1000." in client.output
-    slow.signal(signal.SIGCONT)
-    client = run([several.path, *addresses, "1000000000"])
-    last.wait_for(r"\[2\] Received CONNECT")
-    for server in last, first:
-        server.signal(signal.SIGKILL)
-        server.wait()
-    assert client.wait() == 1
-    assert re.search(r"^\[3\] given up: ", client.output, re.M), client.output
-    assert client.output.endswith("error: too few servers are left\n"), client.output
-
-
 # ---- A queue whose consumers may die ----
 
 def counts(queue):

@@ -420,6 +420,26 @@ Part Fills(bool hasty) {
   };
 }
 
+// WRITEs, and says so: the wrong one before the WRITE has completed.
+Part WritesAndSays(size_t size, const std::string& text) {
+  return [=](Side& s, bool wrong) {
+    memset(s.own, 'a', size);
+    s.PostWrite(0, 0, size, 0, s.Tag(1));
+    if (!wrong) s.Wait(s.Tag(1));
+    s.Say(0, text);
+    if (wrong) s.Wait(s.Tag(1));
+  };
+}
+// WRITEs with a number; or does so once it may.
+const Part kWritesNumber = [](Side& s, bool) {
+  s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+  s.Wait(s.Tag(1));
+};
+const Part kHearsAndWritesNumber = [](Side& s, bool wrong) {
+  s.Hear();
+  kWritesNumber(s, wrong);
+};
+
 const std::vector<Case> kCases = {
     // ---- My own buffer, between post and completion ----
     {"send-store", "flight", false, kListens,
@@ -509,14 +529,11 @@ const std::vector<Case> kCases = {
          10)},
 
     // ---- Memory that is lent ----
-    {"number-first", "number", false, [](Side& s, bool) { s.HearNumber(); },
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.PostWriteNumber(0, 8 * kPage, kPage, 8 * kPage, 7, s.Tag(2));
-       if (wrong) s.Wait(s.Tag(1));
-       s.Wait(s.Tag(2));
-     }},
+    {"number-first", "number", false, kListens,
+     InOrder(Writes(0, 8 * kPage, 0),
+             [](Side& s, void* context) {
+               s.PostWriteNumber(0, 8 * kPage, kPage, 8 * kPage, 7, context);
+             })},
     {"number-over-number", "credit", false,
      [](Side& s, bool wrong) {
        for (int i = 0; i < 3; ++i) {
@@ -545,12 +562,7 @@ const std::vector<Case> kCases = {
        s.Hear();
        Load(s.memory);
      },
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.Say(0, "it is there");
-       if (wrong) s.Wait(s.Tag(1));
-     }},
+     WritesAndSays(kPage, "it is there")},
     // Of several messages that are taken together, each says that one place is filled.
     {"message-first-of-many", "lent", true, TakesMany(2, kPage),
      [](Side& s, bool wrong) {
@@ -578,10 +590,7 @@ const std::vector<Case> kCases = {
        Load(s.memory + 9);
        if (wrong) s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
+     kWritesNumber},
     {"store-while-lent", "lent", true,
      [](Side& s, bool wrong) {
        if (!wrong) Store(s.memory, 'x');
@@ -589,11 +598,7 @@ const std::vector<Case> kCases = {
        if (wrong) Store(s.memory, 'x');
        s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.Hear();
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
+     kHearsAndWritesNumber},
     {"store-again-while-lent", "lent", true,
      [](Side& s, bool wrong) {
        Store(s.memory, 'x');
@@ -602,11 +607,7 @@ const std::vector<Case> kCases = {
        s.Wait(s.Tag(1));
        s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.Hear();
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
+     kHearsAndWritesNumber},
     {"store-while-read", "lent", true,
      [](Side& s, bool wrong) {
        Store(s.memory, 'a');
@@ -628,10 +629,7 @@ const std::vector<Case> kCases = {
        if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
        if (wrong) s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
+     kWritesNumber},
     {"credit-before-saved", "lent", false, Saves(true), Fills(false)},
     // What is saved too early is named for that, and not for the next WRITE.
     {"saved-too-early", "lent", false,
@@ -661,12 +659,7 @@ const std::vector<Case> kCases = {
        Store(s.memory, 'm');
        s.PollFor(20);
      },
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.Say(0, "bye");
-       if (wrong) s.Wait(s.Tag(1));
-     }},
+     WritesAndSays(kPage, "bye")},
     {"use-after-free", "lent",
      true,  // of memory that was borrowed: chapter 8
      [](Side& s, bool) {
@@ -706,13 +699,7 @@ const std::vector<Case> kCases = {
        s.Say(2, "it is free");
        s.Hear();
      },
-     [](Side& s, bool wrong) {
-       memset(s.own, 'a', 8 * kPage);
-       s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.Say(0, "done");
-       if (wrong) s.Wait(s.Tag(1));
-     },
+     WritesAndSays(8 * kPage, "done"),
      [](Side& s, bool) {
        memset(s.own, 'b', 8 * kPage);
        s.Hear();

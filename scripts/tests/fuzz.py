@@ -30,7 +30,7 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, DELETE, DONE, FINISH, FREE, GET,
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, DELETE, DONE, FREE, GET,
                       JOIN, LONGEST, MALLOC, PROGRESS, PUT, RANDOM_FILL, STORE, TABLE_ALIVE,
                       TEXT, WAIT, base, read_address, read_crowd, with_nonce)
 from repository import ROOT
@@ -82,7 +82,6 @@ FORMATS = {
     "FREE": (FREE, [("addr", "Q")]),
     "ALIVE of 8_malloc": (ALIVE, []),
     "JOIN": (JOIN, []),
-    "FINISH": (FINISH, []),
     "ALIVE of 10_lock": (TABLE_ALIVE, []),
     "CONNECT of 13_crowd": (CONNECT, [*IN_A_CROWD, ("addr", "bytes")]),
     "BYE of 13_crowd": (BYE, IN_A_CROWD),
@@ -200,7 +199,7 @@ def session_of_requests(rng, number):
 
 def session_of_changes(rng, number):
     return [Message("JOIN"), *(
-        Message(rng.choice(["JOIN", "FINISH", "ALIVE of 10_lock"]))
+        Message(rng.choice(["JOIN", "ALIVE of 10_lock"]))
         for _ in range(rng.randrange(4)))]
 
 

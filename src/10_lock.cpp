@@ -30,7 +30,6 @@
 #include <deque>
 #include <functional>
 #include <list>
-#include <map>
 #include <memory>
 #include <new>
 #include <optional>

@@ -1,8 +1,8 @@
 #!/bin/bash
 # Installs what is missing and nothing else. Says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [GROUP...]: build (the default), report,
-# exercise, test, rdma, machine, bench, bench-crowd, lint, figures, book
+# Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise,
+# test, rdma, machine, bench, bench-crowd, lint, figures, book
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -45,7 +45,7 @@ for group in "$@"; do
     build)
       need g++ gcc-c++ command -v "${CXX:-g++}"
       need make make command -v make
-      # Run by "make 4.1", "make diff-4.1" and "make watch-2".
+      # Run by "make 4.1", "make diff-4.1", "make watch-2" and "make report".
       need python3 python3 command -v python3
       need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
         has_libfabric
@@ -53,9 +53,6 @@ for group in "$@"; do
       need libfabric-bin libfabric has_fi_info
       # A header for the checksums of 9_file.
       need libxxhash-dev xxhash-devel has_xxhash
-      ;;
-    report)
-      need python3 python3 command -v python3
       ;;
     exercise)
       need python3-pytest python3-pytest python_with pytest
@@ -81,6 +78,8 @@ for group in "$@"; do
       need cpio cpio command -v cpio
       ;;
     bench)
+      # Links between namespaces.
+      need iproute2 iproute command -v ip
       need iperf3 iperf3 command -v iperf3
       need socat socat command -v socat
       need python3-matplotlib python3-matplotlib python_with matplotlib
@@ -109,7 +108,7 @@ for group in "$@"; do
       need npm nodejs-npm command -v npm
       ;;
     *)
-      echo "usage: $0 [build] [report] [exercise] [test] [rdma] [machine] [bench]" \
+      echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench]" \
         "[bench-crowd] [lint] [figures] [book]" >&2
       exit 2
       ;;

@@ -39,6 +39,8 @@ endif
 IN_SRC := ls src | sed -n 's/\.cpp$$//p' | grep '^[-+.0-9A-Z_a-z]*$$' | sort -V
 PROGRAMS := $(shell $(IN_SRC) | grep -E '^[0-9]+_')
 OWN := $(shell $(IN_SRC) | grep -vE '^[0-9]+_')
+# The one of a target's number: of 2_first and 2_verbs, the first.
+numbered = $(firstword $(filter $*_%,$(PROGRAMS)))
 # The moves of a step, 5.3: patches that lead from its parent to it.
 MOVES := $(shell ls scripts/moves/*/*.patch 2>/dev/null | \
   sed -nE 's|.*/([0-9]+)_[^/]*/([0-9]+)_.*|\1.\2|p' | sort -V)
@@ -99,12 +101,20 @@ has_header = $(shell echo '\#include <$(1)>' | \
   >/dev/null 2>&1 && echo yes)
 INSTALL := scripts/install-deps.sh installs what is missing
 
-# Programs that need xxHash are left out where it is not installed.
+# Programs that need xxHash, or the library of verbs, are left out where it is not
+# installed.
+including = $(filter $(basename $(notdir \
+  $(shell grep -l '<$(1)>' src/*.cpp))),$(PROGRAMS) $(OWN))
+OVER_VERBS := $(call including,infiniband/verbs.h)
 ifeq ($(call has_header,xxhash.h),)
-LEFT_OUT := $(filter $(basename $(notdir \
-  $(shell grep -l '<xxhash.h>' src/*.cpp))),$(PROGRAMS) $(OWN))
+WITHOUT_XXHASH := $(call including,xxhash.h)
+endif
+ifeq ($(call has_header,infiniband/verbs.h),)
+WITHOUT_VERBS := $(OVER_VERBS)
 endif
 NO_XXHASH = xxHash is missing (the package libxxhash-dev or xxhash-devel); \
+  $(INSTALL)
+NO_VERBS = libibverbs is missing (the package libibverbs-dev or rdma-core-devel); \
   $(INSTALL)
 NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
   libfabric-devel); $(INSTALL)
@@ -112,15 +122,16 @@ NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
 # ---- Building ----
 
 .PHONY: all $(PROGRAMS) $(OWN) $(MOVES)
-all: $(filter-out $(LEFT_OUT),$(PROGRAMS) $(OWN))
+all: $(filter-out $(WITHOUT_XXHASH) $(WITHOUT_VERBS),$(PROGRAMS) $(OWN))
+	$(if $(WITHOUT_XXHASH),@echo 'not built: $(WITHOUT_XXHASH); $(strip $(NO_XXHASH))' >&2)
+	$(if $(WITHOUT_VERBS),@echo 'not built: $(WITHOUT_VERBS); $(strip $(NO_VERBS))' >&2)
 $(PROGRAMS) $(OWN) $(MOVES): %: $(BUILD)/%
-ifneq ($(LEFT_OUT),)
-all:
-	@echo 'not built: $(LEFT_OUT); $(strip $(NO_XXHASH))' >&2
-
-$(LEFT_OUT:%=$(BUILD)/%): FORCE
+$(WITHOUT_XXHASH:%=$(BUILD)/%): FORCE
 	@$(error $(NO_XXHASH))
-endif
+$(WITHOUT_VERBS:%=$(BUILD)/%): FORCE
+	@$(error $(NO_VERBS))
+# These do without libfabric.
+$(OVER_VERBS:%=$(BUILD)/%): LIBFABRIC_LIBS := -libverbs
 
 BUILD_IT = $(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
@@ -255,7 +266,7 @@ $(BENCHES):
 exercise-%:
 	@scripts/install-deps.sh build exercise
 	@$(MAKE) --no-print-directory $(BUILD)/sender $(BUILD)/watch.so \
-	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
+	  $(addprefix $(BUILD)/,$(numbered))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
 # Builds a program with one thing broken or changed on purpose, and says what to do with
@@ -270,14 +281,14 @@ break-%:
 watch-%:
 	@scripts/install-deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/watch.so $(BEHIND) \
-	  $(or $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))),\
+	  $(or $(addprefix $(BUILD)/,$(numbered) $(filter $*,$(OWN) $(MOVES))),\
 	  $(error there is no program $*))
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
-	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))) $(ARGS)
+	  $(addprefix $(BUILD)/,$(numbered) $(filter $*,$(OWN) $(MOVES))) $(ARGS)
 watch-break-%:
 	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so $(BEHIND) >/dev/null
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
-	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(or $(filter $*_%,$(PROGRAMS)),$*) $(ARGS)
+	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(or $(numbered),$*) $(ARGS)
 watch:
 	@[ -n '$(DIR)' ] || { \
 	  echo 'error: name the folder with the records: make watch DIR=build/run1' >&2; exit 2; }

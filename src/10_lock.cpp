@@ -234,7 +234,9 @@ struct Buffer {
     fi_mr_attr attr = {};
     attr.mr_iov = &iov;
     attr.iov_count = 1;
-    attr.access = access;
+    // A right more than we need: with FI_ATOMIC, ofi_rxm of libfabric 2.6 takes
+    // only one region without remote rights. The key stays with us.
+    attr.access = access | FI_REMOTE_READ;
     attr.requested_key = domain.RandomKey();  // not with FI_MR_PROV_KEY
     FiCheck(fi_mr_regattr(domain.handle, &attr, 0, &mr.ptr), "fi_mr_regattr");
   }

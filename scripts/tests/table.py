@@ -3,7 +3,7 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, ALIVE, BYE, CONNECT, FAILED, FINISH, FREE, JOIN, LONGEST,
+from messages import (ACCEPT, ALIVE, BYE, CONNECT, FAILED, FREE, JOIN, LONGEST,
                       MALLOC, PROGRESS, READY, REPLY, SAVED, TABLE_ALIVE, TABLE_REPLY, TEXT,
                       WAIT, base, chunk, credit, crowd, fill,
                       fill_repeatedly, nonce_fill, plain, put, request)
@@ -294,8 +294,7 @@ BAD_CROWDS = {
 }
 BAD_TABLES = {
     "REPLY": [plain(TABLE_REPLY) + bytes(32)],
-    "after good ones": [plain(TABLE_ALIVE), plain(JOIN), plain(FINISH), plain(FINISH),
-                        plain(99)],
+    "after good ones": [plain(TABLE_ALIVE), plain(JOIN), plain(JOIN), plain(99)],
 }
 
 

@@ -168,7 +168,7 @@ def test_8_mib_of_locked_memory(run, build, serve):
                      FI_OFI_RXM_BUFFER_SIZE=size)
         assert client.wait() == status
         assert status == 0 or re.search(
-            r"^error: SEND failed: Cannot allocate memory$", client.output,
+            r"^error: SEND failed: Cannot allocate memory\b", client.output,
             re.M), client.output
         server.stop()
 

@@ -19,8 +19,6 @@
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
 #   JOBS            for `make mutants`: how many at a time (JOBS=2)
-#   FILE_SIZE, SLOTS
-#                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
 
 BUILD ?= build
 CXXFLAGS ?= -O2 -g
@@ -147,34 +145,28 @@ $(MOVES:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/moves/src/%.cpp $(BUILD)/.flags
 $(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
 	@python3 scripts/moves/moves.py state $* $@
 
-# Not programs of the tutorial: the tests use `sender` to send what no program of
-# the tutorial would, `allocator` and `inside_*` try parts of 7_queue,
-# 8_malloc, 10_lock and 14_strangers, `reorder.so` and `strict.so` stand in for
-# networks that are not here, and the benchmark compares 7_queue with `bench_loop`.
-# scripts/test.sh has TOOL_CXXFLAGS, because the optimizer takes longer than most of them
-# run.
+# Not programs of the tutorial: what tests, the recorder (watch.so) and benchmarks need.
+# The head of each says what it is. scripts/test.sh has TOOL_CXXFLAGS, because the
+# optimizer takes longer than most of them run.
 TOOL_CXXFLAGS ?= $(CXXFLAGS)
+TOOLS := $(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue $(BUILD)/inside_lock \
+  $(BUILD)/inside_strangers $(BUILD)/races $(BUILD)/bench_loop
+LIBRARIES := $(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
 $(BUILD)/inside_queue: scripts/tests/inside_queue.cpp src/7_queue.cpp
 $(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
 $(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp src/14_strangers.cpp
+$(BUILD)/races: scripts/watch/races.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
-$(BUILD)/bench_loop: TOOL_CXXFLAGS = $(CXXFLAGS)
-$(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue \
-  $(BUILD)/inside_lock $(BUILD)/inside_strangers $(BUILD)/bench_loop: $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
-	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
-# The recorder of `make watch-6`, and the races by which its tests judge it.
+$(BUILD)/reorder.so: scripts/tests/reorder.cpp
+$(BUILD)/strict.so: scripts/tests/strict.cpp
 $(BUILD)/watch.so: scripts/watch/recorder.cpp
-$(BUILD)/races: scripts/watch/races.cpp $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< $(LDFLAGS) \
-	  $(LIBFABRIC_LIBS)
-$(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp
-$(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
-$(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so: $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \
-	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
+$(BUILD)/bench_loop $(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
+$(LIBRARIES): SHARED := -shared -fPIC
+$(TOOLS) $(LIBRARIES): $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) $(SHARED) -o $@ \
+	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
 # The programs that use GPUs, built once more for machines without a GPU and without
 # the CUDA Toolkit: a folder that looks like the toolkit's holds a header and a
@@ -206,9 +198,8 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo report moves watch check test test-all test-rdma mutants fuzz bench \
-  bench-variants bench-file bench-lock \
-  bench-rails bench-crowd lint book figures clean help help-all
+.PHONY: demo report moves watch check test test-all test-rdma mutants fuzz lint book \
+  figures clean help help-all
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -258,37 +249,18 @@ fuzz:
 	  CXXFLAGS='-O0 -g1 -fsanitize=address,undefined'
 	@BUILD=build python3 scripts/tests/fuzz.py $(ARGS)
 
-# RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench/bench.py.
-bench bench-variants:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/8_malloc \
-	  $(BUILD)/bench_loop
-	@BUILD=$(BUILD) scripts/bench/bench.sh \
-	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
-
-# RUNS, FILE_SIZE, SLOTS, PROVIDERS: see scripts/bench/bench_file.py.
-bench-file:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/9_file
-	@BUILD=$(BUILD) scripts/bench/bench.sh --file
-
-# RUNS, COUNT, PROVIDERS: see scripts/bench/bench_lock.py.
-bench-lock:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/10_lock
-	@BUILD=$(BUILD) scripts/bench/bench.sh --lock
-
-# RUNS, SETS, SECONDS: see scripts/bench/bench_rails.py.
-bench-rails:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/11_rails
-	@BUILD=$(BUILD) scripts/bench/bench.sh --rails
-
-# RUNS, CLIENTS, COUNT, PROVIDERS, PRIORITY, REDIS: see scripts/bench/bench_crowd.py.
-bench-crowd:
-	@scripts/install-deps.sh build bench-crowd
-	@$(MAKE) --no-print-directory $(BUILD)/13_crowd
-	@BUILD=$(BUILD) scripts/bench/bench.sh --crowd
+# Each has its variables at the top of its file in scripts/bench/.
+BENCHES := bench bench-variants bench-file bench-lock bench-rails bench-crowd
+bench bench-variants: MEASURED := 7_queue bench_loop
+bench-file: MEASURED := 7_queue 9_file
+bench-lock: MEASURED := 10_lock
+bench-rails: MEASURED := 7_queue 11_rails
+bench-crowd: MEASURED := 13_crowd
+.PHONY: $(BENCHES)
+$(BENCHES):
+	@scripts/install-deps.sh build $(if $(filter %-crowd,$@),$@,bench)
+	@$(MAKE) --no-print-directory $(MEASURED:%=$(BUILD)/%)
+	@BUILD=$(BUILD) scripts/bench/bench.sh $(if $(filter bench,$@),queue,$(@:bench-%=%))
 
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:

@@ -24,11 +24,9 @@ void Check(int error, const char* call) {
   if (error != 0) Fail(call, strerror(error));
 }
 
-// The same for a call that makes an object: it returns none, and sets errno.
-template <typename T>
-T* Check(T* object, const char* call) {
+// Ends the program if a call has made no object: it has set errno then.
+void CheckMade(const void* object, const char* call) {
   if (object == nullptr) Check(errno, call);
-  return object;
 }
 
 // Tells whether we take this address (GID) of a port: one of InfiniBand, or an
@@ -62,7 +60,8 @@ int main(int argc, char** argv) {
   ibv_gid_entry local = {};  // our address, and the port that has it
   for (int i = 0; i < num_devices && context == nullptr; ++i) {
     if (devices[i]->transport_type != IBV_TRANSPORT_IB) continue;
-    ibv_context* opened = Check(ibv_open_device(devices[i]), "ibv_open_device");
+    ibv_context* opened = ibv_open_device(devices[i]);
+    CheckMade(opened, "ibv_open_device");
     ibv_gid_entry entries[64];
     ssize_t num_entries = ibv_query_gid_table(opened, entries, 64, 0);
     for (ssize_t k = 0; k < num_entries && context == nullptr; ++k) {
@@ -84,19 +83,22 @@ int main(int argc, char** argv) {
          gid);
 
   // 2. The device is open. Make a protection domain in it.
-  ibv_pd* pd = Check(ibv_alloc_pd(context), "ibv_alloc_pd");
+  ibv_pd* pd = ibv_alloc_pd(context);
+  CheckMade(pd, "ibv_alloc_pd");
   ibv_port_attr port;
   Check(ibv_query_port(context, local.port_num, &port), "ibv_query_port");
 
   // 3. Make a queue pair, with a completion queue.
-  ibv_cq* cq =  // how our operations have ended: room for four
-      Check(ibv_create_cq(context, 4, nullptr, nullptr, 0), "ibv_create_cq");
+  // The completion queue says how our operations have ended. Room for four.
+  ibv_cq* cq = ibv_create_cq(context, 4, nullptr, nullptr, 0);
+  CheckMade(cq, "ibv_create_cq");
   ibv_qp_init_attr wanted = {};
   wanted.qp_type = IBV_QPT_RC;  // reliable, and connected to one peer
   wanted.send_cq = wanted.recv_cq = cq;
   wanted.cap.max_send_wr = wanted.cap.max_recv_wr = 2;    // how many at a time
   wanted.cap.max_send_sge = wanted.cap.max_recv_sge = 1;  // pieces of memory
-  ibv_qp* qp = Check(ibv_create_qp(pd, &wanted), "ibv_create_qp");
+  ibv_qp* qp = ibv_create_qp(pd, &wanted);
+  CheckMade(qp, "ibv_create_qp");
   ibv_qp_attr attr = {};
   attr.qp_state = IBV_QPS_INIT;  // it takes RECVs, but nothing arrives
   attr.port_num = local.port_num;
@@ -108,10 +110,9 @@ int main(int argc, char** argv) {
 
   // 4. Register memory that the adapter may use, and our peer may WRITE to.
   static char buffer[2][65536];  // for messages, and for WRITEs of our peer
-  ibv_mr* mr =
-      Check(ibv_reg_mr(pd, buffer, sizeof(buffer),
-                       IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE),
-            "ibv_reg_mr");
+  ibv_mr* mr = ibv_reg_mr(pd, buffer, sizeof(buffer),
+                          IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  CheckMade(mr, "ibv_reg_mr");
   ibv_sge sge = {uintptr_t(buffer[0]), sizeof(buffer[0]), mr->lkey};
 
   // 5. Post operations, and wait until they have completed.

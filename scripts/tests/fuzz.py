@@ -28,7 +28,7 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, DELETE, DONE, FINISH, FREE, GET,
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, DELETE, DONE, FREE, GET,
                       JOIN, LONGEST, MALLOC, PROGRESS, PUT, RANDOM_FILL, STORE, TABLE_ALIVE,
                       TEXT, WAIT, type_of)
 from repository import ROOT
@@ -131,7 +131,7 @@ def pool_requests(rng, number):
 
 
 def table_requests(rng, number):
-    return [Message(type=JOIN), *(Message(type=rng.choice([JOIN, FINISH, TABLE_ALIVE]))
+    return [Message(type=JOIN), *(Message(type=rng.choice([JOIN, TABLE_ALIVE]))
                                   for _ in range(rng.randrange(4)))]
 
 

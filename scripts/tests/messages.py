@@ -11,7 +11,7 @@ RANDOM_FILL, PROGRESS = 6, 7  # of 6_write, 7_queue, 11_rails and 14_strangers
 MALLOC, FREE, REPLY, REFUSAL, ALIVE = range(6, 11)  # of 8_malloc
 PUT = 6  # and PROGRESS, of 9_file
 READY, CHUNK, CREDIT, SAVED, FAILED = range(8, 13)
-JOIN, FINISH, TABLE_REPLY, TABLE_ALIVE = range(7, 11)  # of 10_lock
+JOIN, TABLE_REPLY, TABLE_ALIVE = 7, 9, 10  # of 10_lock
 GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(6, 12)  # of 13_crowd
 
 

@@ -3,7 +3,7 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, ALIVE, BYE, CONNECT, DELETE, DONE, FAILED, FINISH, FREE, GET,
+from messages import (ACCEPT, ALIVE, BYE, CONNECT, DELETE, DONE, FAILED, FREE, GET,
                       JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED, STORE, TABLE_ALIVE,
                       TABLE_REPLY, TEXT, WAIT, base, chunk, credit, crowd, crowd_request, fill,
                       fill_repeatedly, nonce_fill, plain, put, request)
@@ -303,8 +303,7 @@ BAD_CROWDS = {
 }
 BAD_TABLES = {
     "REPLY": [plain(TABLE_REPLY) + bytes(32)],
-    "after good ones": [plain(TABLE_ALIVE), plain(JOIN), plain(FINISH), plain(FINISH),
-                        plain(99)],
+    "after good ones": [plain(TABLE_ALIVE), plain(JOIN), plain(JOIN), plain(99)],
 }
 
 

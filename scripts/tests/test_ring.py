@@ -14,15 +14,15 @@ import pytest
 
 from harness import BUILD, OVER_VERBS, PROVIDERS, owned_shm_files
 from marks import not_over_verbs
-from repository import ALL, QUICKLY, ROOT, make
+from repository import QUICKLY, ROOT, make
 
-RANKS = 2, 3, 4, 7, 8
 KILLS = int(os.environ.get("KILLS", "1"))
 # They do not divide by anything: blocks and pieces have different lengths.
 FLOATS = "1000003"
 CORRECT = (r"^\[{}\] {} bytes in \d+\.\d{{3}} s, bus bandwidth \d+\.\d{{3}} Gbps\. "
            r"Correct\.$")
-WHOLE = list(dict.fromkeys(PROVIDERS)) if ALL else PROVIDERS[:2]
+default_and_shm = pytest.mark.parametrize("provider", PROVIDERS[:2], ids=["default", "shm"][
+    :len(PROVIDERS)])
 
 
 class Ring:
@@ -70,9 +70,8 @@ def ring(run, build):
     return lambda *args, **kwargs: Ring(run, build, *args, **kwargs)
 
 
-@pytest.mark.parametrize("count,provider", [
-    (count, provider) for at, count in enumerate(RANKS)
-    for number, provider in enumerate(PROVIDERS) if ALL or at == number % len(RANKS)])
+@pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
+@pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("floats", ["8", FLOATS])
 def test_sums(ring, count, provider, floats):
     """A rank has some floats of each piece, or a single one."""
@@ -91,7 +90,7 @@ def test_late_rank(run, build):
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("provider", WHOLE)
+@default_and_shm
 def test_stragglers(ring, provider):
     """A rank stands still for a while, and then another one, which costs the others that
     time and no more. In between, nothing but signs of life tells them that all live."""
@@ -109,7 +108,7 @@ def test_stragglers(ring, provider):
 
 @pytest.mark.builds("plain")
 @not_over_verbs("an emulated processor takes longer for all")
-@pytest.mark.parametrize("provider", WHOLE)
+@default_and_shm
 def test_killed_rank(ring, provider):
     """Each survivor hears of it, also one that is no neighbour of the dead."""
     for _ in range(KILLS):
@@ -121,6 +120,7 @@ def test_killed_rank(ring, provider):
         some.check_failure(dead, time.monotonic())
 
 
+@pytest.mark.thorough
 @pytest.mark.builds("plain")
 @not_over_verbs("an emulated processor takes longer for all")
 def test_stop(ring):
@@ -218,6 +218,7 @@ def test_watched_ring(tmp_path, behind):
     assert status == 0 and "No violation seen" in said and " of 3 processes" in said, said
 
 
+@pytest.mark.thorough
 @pytest.mark.builds("plain")
 @pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
 def test_break_15(tmp_path):

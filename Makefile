@@ -197,7 +197,7 @@ FORCE:
 
 .PHONY: demo report moves watch check test test-all test-rdma mutants fuzz bench \
   bench-variants bench-file bench-lock \
-  bench-rails bench-crowd lint book figures clean help help-all
+  bench-rails bench-crowd bench-ring lint book figures clean help help-all
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -278,6 +278,14 @@ bench-crowd:
 	@scripts/install-deps.sh build bench-crowd
 	@$(MAKE) --no-print-directory $(BUILD)/13_crowd
 	@BUILD=$(BUILD) scripts/bench/bench.sh --crowd
+
+# RUNS, SIZES, PROVIDERS: see scripts/bench/bench_ring.py.
+bench-ring:
+	@scripts/install-deps.sh build bench-ring
+	@$(MAKE) --no-print-directory $(BUILD)/15_ring
+	mpicxx $(OUR_CXXFLAGS) $(CXXFLAGS) -o $(BUILD)/bench_allreduce \
+	  scripts/bench/bench_allreduce.cpp
+	@BUILD=$(BUILD) scripts/bench/bench.sh --ring
 
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
@@ -378,5 +386,6 @@ help-all: help
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
 	@echo 'make bench-rails measure 11_rails beside what several links can do'
 	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
+	@echo 'make bench-ring measure 15_ring beside MPI_Allreduce'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'

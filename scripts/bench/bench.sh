@@ -5,13 +5,14 @@
 # scripts/bench/bench.sh --lock                   bench_lock.py
 # scripts/bench/bench.sh --rails                  bench_rails.py
 # scripts/bench/bench.sh --crowd                  bench_crowd.py
+# scripts/bench/bench.sh --ring                   bench_ring.py
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
 
 program=bench.py
 case ${1-} in
-  --file | --lock | --rails | --crowd)
+  --file | --lock | --rails | --crowd | --ring)
     program=bench_${1#--}.py
     shift
     ;;

@@ -5,6 +5,7 @@ import csv
 import os
 import pty
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +18,7 @@ import bench_crowd
 import bench_file
 import bench_lock
 from harness import owned_shm_files
-from repository import ROOT, broken, read_source
+from repository import ROOT, broken, make, read_source
 
 # As little as can be measured.
 LITTLE = {"RUNS": "1", "SIZES": "64K", "PROVIDERS": "shm tcp", "LINK": "",
@@ -160,6 +161,17 @@ def test_crowd(tmp_path):
     grown = {program: memory(program, "3") - memory(program, "1")
              for program in bench_crowd.PROGRAMS}
     assert grown["an endpoint each"] > grown["one endpoint"] + 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not all(map(shutil.which, ["mpirun", "mpicxx"])),
+                    reason="Open MPI is not installed")
+def test_ring():
+    """Beside Open MPI, with a ratio."""
+    output = make("bench-ring", RUNS="1", SIZES="10000 100000", CXXFLAGS="-O0")
+    for size in "0.0381", "0.381":
+        assert re.search(rf"(?m)^tcp, {size}\d* MiB: 15_ring {RATE} .*, Open MPI {RATE} .*; "
+                         rf"Open MPI / 15_ring {RATE}$", output), output
 
 
 # What redis-server and redis-benchmark say, of what the benchmark reads.

@@ -27,9 +27,10 @@ shift
 . scripts/common.sh
 if peers "$program"; then
   # Their folder has to be new, and seen by all machines. Slurm gives them their ranks.
+  # They end together, so 30 s after the first one, the others wait for one that never came.
   folder=${BUILD:-build}/ring.$SLURM_JOB_ID
   # shellcheck disable=SC2016  # for the shell of each rank
-  exec srun --label -n $((SLURM_JOB_NUM_NODES * ${SLURM_NTASKS_PER_NODE:-1})) \
+  exec srun --label --wait=30 -n $((SLURM_JOB_NUM_NODES * ${SLURM_NTASKS_PER_NODE:-1})) \
     -c "$SLURM_CPUS_PER_TASK" bash -c 'program=$1 folder=$2; shift 2
       exec "$program" "$folder" "$SLURM_PROCID" "$SLURM_NTASKS" "$@"' \
     rank "$program" "$folder" "$@"

@@ -3,16 +3,15 @@ each of which has to find what it is there for."""
 
 import os
 import shutil
-import subprocess
 
 import pytest
 
 import chapters
 import lines
 from chapters import Page
-from harness import PROVIDERS, RXM_BUFFERS
+from harness import RXM_BUFFERS
 from marks import nothing_wrong
-from repository import ROOT, make
+from repository import ROOT
 from small_repository import CHAPTER, write_moves
 
 PAGES = ["README.md", "scripts/README.md"] + [
@@ -47,9 +46,8 @@ def test_page(path):
 @pytest.mark.parametrize("program", chapters.pages_of_programs(ROOT))
 @pytest.mark.every_program
 def test_lines(program):
-    """Its chapters quote enough of its new lines, and count them right."""
-    page = chapters.pages_of_programs(ROOT)[program]
-    nothing_wrong(lines.check_lines(page) + lines.check_counts(page))
+    """Its chapters quote enough of its new lines."""
+    nothing_wrong(lines.check_lines(chapters.pages_of_programs(ROOT)[program]))
 
 
 @pytest.mark.static
@@ -111,7 +109,7 @@ def test_lines_are_counted(tmp_path):
             "src/5_b.cpp": "// Based on 4_a.\n#include <new>\n\n// one: explained\n"
                            "int one = 1;\nint two = 2;\nint main() {\n    return 0;\n}\n",
             "chapters/4_a.md": "# A\n",
-            "chapters/5_b.md": f"# B\n\n`one`. It removes 0\nlines and adds 9.\n\n{excerpt}",
+            "chapters/5_b.md": f"# B\n\n`one`.\n\n{excerpt}",
             "chapters/5_more.md": "# More\n\n[Program](../src/5_b.cpp)\n"}.items():
         (tmp_path / path).parent.mkdir(exist_ok=True)
         (tmp_path / path).write_text(text)
@@ -119,8 +117,6 @@ def test_lines_are_counted(tmp_path):
     assert lines.share(page) == 50
     assert lines.check_lines(page) == [
         "chapters/5_b.md: LEAST in scripts/book/lines.py has no 5_b"]
-    assert lines.check_counts(page) == [
-        "chapters/5_b.md:3: the step removes 1 lines and adds 7"]
     # What another page about the program quotes counts as well.
     (tmp_path / "chapters/5_more.md").write_text(
         "[Program](../src/5_b.cpp)\n" + excerpt.replace("two = 2", "one = 1"))
@@ -152,11 +148,11 @@ MOVE_FAULTS = {
     "no-longer": ("check_excerpts", "  return 2;", "int slow() {",
                   ":46: not in src/5_two.cpp, but in move 5.1: \"int slow() {\""),
     "of-the-last": ("check_excerpts", "  if (fast()) {", "  if (slow()) {",
-                    ":36: not in move 5.2: \"  if (slow()) {\""),
+                    ":36: not in move 5.2 at this place: \"  if (slow()) {\""),
     "before": ("check_diffs", "-int slow() {", "-int two() {",
-               ":28: not in move 5.1: \"int two() {\""),
+               ":28: not in move 5.1 at this place: \"int two() {\""),
     "after": ("check_diffs", "+int fast() {", "+int faster() {",
-              ":29: not in move 5.2: \"int faster() {\""),
+              ":29: not in move 5.2 at this place: \"int faster() {\""),
     "count": ("check_moves", "slow | +4 −1", "slow | +4 −2", ":7: move 5.1 is +4 −1"),
     "row": ("check_moves", "[5.2 fast]", "[5.3 fast]", ":8: 5_two has no move 5.3"),
     "no-row": ("check_moves", "| 5.1 slow", "| slow",
@@ -219,22 +215,6 @@ def test_transcripts(run, path):
     nothing_wrong(chapters.check_transcripts(Page(ROOT, path), run))
 
 
-@pytest.mark.parametrize("path", [path for path in PAGES if not Page(ROOT, path).program])
-def test_whole_programs(tmp_path, path):
-    """Chapters without a program may show one. It builds and runs."""
-    for block in filter(chapters.is_whole, Page(ROOT, path).blocks):
-        shutil.copy(f"{ROOT}/Makefile", tmp_path)
-        (tmp_path / "src").mkdir()
-        (tmp_path / "src" / "program.cpp").write_text("\n".join(block.lines) + "\n")
-        make("-C", str(tmp_path), "BUILD=build", "build/program")
-        for provider in PROVIDERS:
-            done = subprocess.run(
-                [tmp_path / "build" / "program"], check=False, text=True,
-                env={**os.environ, "FI_PROVIDER": provider} if provider else None,
-                capture_output=True)
-            assert done.returncode == 0 and provider in done.stdout, done
-
-
 # ---- The checks ----
 
 SAMPLE = {
@@ -265,10 +245,10 @@ int main() {
     "chapters/4_hello.md": """\
 # Hello
 
-[Before](3_setup.md), [program](../src/4_hello.cpp#L2-L4), [next][after].
+[Before](3_setup.md), [program](../src/4_hello.cpp#L2-L4).
 `fi_getinfo` with FI_SEND, and [fi_cq](https://example.org/a_(b)).
 
-[after]: 5_reverse.md#what-fi_close-does-not "title"
+[Next](5_reverse.md#what-fi_close-does-not "title")
 
 1. An excerpt:
 
@@ -310,7 +290,7 @@ fi_mermaid
 make diff-5
 ```
 
-```c++
+```cpp
     last();
   }
   fi_close(cudaMalloc);
@@ -367,7 +347,7 @@ def test_excerpts_of_ones_own(tmp_path):
     page = "chapters/appendix_own.md"
     text = "# Own\n\n```sh\ngit apply scripts/own/mine.patch\nmake mine\n```\n"
     for line, messages in [("  mine();", []), ("  first();", [
-            f'{page}:9: not in scripts/own/mine.patch: "  first();"'])]:
+            f'{page}:9: not in scripts/own/mine.patch at this place: "  first();"'])]:
         (tmp_path / page).write_text(f"{text}\n```cpp\n{line}\n```\n")
         found = Page(tmp_path, page)
         assert chapters.check_blocks(found) == chapters.check_targets(found) == []
@@ -380,7 +360,7 @@ def test_excerpts_of_ones_own(tmp_path):
                                  + text.replace("mine", "more")
                                  + "```cpp\n  more();\n```\n")
     assert chapters.check_excerpts(Page(tmp_path, page)) == [
-        f'{page}:8: not in scripts/own/mine.patch: "  more();"']
+        f'{page}:8: not in scripts/own/mine.patch at this place: "  more();"']
     (tmp_path / page).write_text(f"```cpp\n  mine();\n```\n{text}")
     assert len(chapters.check_blocks(Page(tmp_path, page))) == 1
 
@@ -448,21 +428,18 @@ def test_scopes():
 FAULTS = {
     # A changed line, wrong order, wrong order with an elision that hides nothing.
     "changed": ("check_excerpts", HELLO, "    second();\n", "    secondly();\n",
-                'chapters/4_hello.md:13: not in src/4_hello.cpp: "    secondly();"'),
+                '4_hello.md:13: not in src/4_hello.cpp at this place: "    secondly();"'),
     "indented": ("check_excerpts", HELLO, "     third();", "      third();",
-                 ':15: not in src/4_hello.cpp after the line above it: '
-                 '"   third();"'),
+                 ':15: not in src/4_hello.cpp at this place: "   third();"'),
     "order": ("check_excerpts", HELLO, "       second();\n     }\n     third();",
               "     }\n     third();\n       second();",
-              ':15: not in src/4_hello.cpp after the line above it: '
-              '"    second();"'),
+              ':15: not in src/4_hello.cpp at this place: "    second();"'),
     "elision": ("check_excerpts", HELLO, "     third();\n",
                 "     // ...\n     first();\n",
-                ':16: stands before what is shown above it in src/4_hello.cpp: '
-                '"  first();"'),
+                ':16: not in src/4_hello.cpp at this place: "  first();"'),
     "scope": ("check_excerpts", HELLO, "     // ...\n       second", "     // ... in min\n"
               "       second", ":13: not in min, but in main"),
-    "empty": ("check_excerpts", REVERSE, SAMPLE[REVERSE].split("c++\n")[1],
+    "empty": ("check_excerpts", REVERSE, SAMPLE[REVERSE].split("cpp\n")[1],
               "// ...\n```\n", ":26: an excerpt of nothing"),
     "c": ("check_blocks", HELLO, "```cpp", "```c", ':10: a block of "c"; there'),
     "quoted": ("check_blocks", HELLO, "1. An", "> ```c\n\n1. An",
@@ -477,11 +454,9 @@ FAULTS = {
     "no-diff": ("check_blocks", HELLO, "```mermaid", "```diff",
                 ":19: a diff without a program that this is based on"),
     "added": ("check_diffs", REVERSE, "+    last", "+    lastly",
-              'chapters/5_reverse.md:13: not in src/5_reverse.cpp after the line '
-              'above it: "    lastly();"'),
+              '5_reverse.md:13: not in src/5_reverse.cpp at this place: "    lastly();"'),
     "removed": ("check_diffs", REVERSE, "-    second", "-    third",
-                ':12: not in src/4_hello.cpp after the line above it: '
-                '"    third();"'),
+                ':12: not in src/4_hello.cpp at this place: "    third();"'),
     "no-mark": ("check_diffs", REVERSE, "+    last", "*    last",
                 ':13: neither +, - nor a blank: "    last();"'),
     "no-change": ("check_diffs", REVERSE,
@@ -502,8 +477,10 @@ FAULTS = {
                  ":3: dead link, no such heading: chapters/5_reverse.md#reversed"),
     "code-fragment": ("check_links", HELLO, "#L2-L4", "#L2-L9",
                       ":3: dead link, no such line: ../src/4_hello.cpp#L2-L9"),
-    "no-reference": ("check_links", HELLO, "[next][after]", "[next][before]",
-                     ":3: nothing says where [before] leads to"),
+    "reference": ("check_links", HELLO, "[Before](3_setup.md)", "[before][3]",
+                  ":3: not a link: ][3], "),
+    "tag-link": ("check_links", HELLO, "`fi_getinfo` with", '<a href="x">fi_getinfo</a>',
+                 ':4: not a link: <a href="x'),
     "outside": ("check_links", HELLO, "(3_setup.md)", "(../../3_setup.md)",
                 ":3: dead link, not in the repository: ../../3_setup.md"),
     "url": ("check_links", HELLO, "https://example.org", "https:/example.org",
@@ -574,18 +551,15 @@ def test_providers_are_counted(tmp_path):
         (5, "libfabric's 2")]
 
 
-def test_finds_many_providers(tmp_path, monkeypatch):
+def test_finds_many_providers(tmp_path):
     """One more than a chapter may name, in a text of 1000 words, and where they are."""
     sample(tmp_path)
-    monkeypatch.setattr(chapters, "STILL_NAMED", {"5_reverse": 3})
-    for path, most in (HELLO, chapters.MOST_NAMED), (REVERSE, 3):
-        for count, good in (most, True), (most + 1, False):
-            text = "# Names\n\n" + count * "over `shm`\n" + "word\n" * (999 - 2 * count)
-            (tmp_path / path).write_text(text)
-            messages = chapters.check_named(Page(tmp_path, path))
-            assert messages[1:] == ([] if good else [
-                f"{path}:{line}: shm" for line in range(3, 3 + count)])
-            assert good == (not messages)
+    for count in chapters.MOST_NAMED, chapters.MOST_NAMED + 1:
+        text = "# Names\n\n" + count * "over `shm`\n" + "word\n" * (999 - 2 * count)
+        (tmp_path / HELLO).write_text(text)
+        messages = chapters.check_named(Page(tmp_path, HELLO))
+        assert messages[1:] == ([] if count == chapters.MOST_NAMED else [
+            f"{HELLO}:{line}: shm" for line in range(3, 3 + count)])
     # The appendix is where they belong, and before chapter 4 there is no limit.
     for path in "chapters/appendix_providers.md", "chapters/3_setup.md":
         (tmp_path / path).write_text("# All of `shm`\n")
@@ -658,9 +632,7 @@ ALIKE = [
      ["domain: c, fabric: d::/2, provider: tcp"], True),
     (["domain: a, fabric: a, provider: tcp"],
      ["domain: a, fabric: a, provider: shm"], False),
-    (["addr=0x00 size=1 rkey=0x0123456789abcdef"],
-     ["addr=0xff size=1 rkey=0x0"], True),
-    (["addr=0x00 size=1"], ["addr=0x00 size=2"], False),
+    (["size=1"], ["size=2"], False),
     (["[0.1s] WRITE: 50%, 1/2", "[0.2s] WRITE: 100%, 2/2, bw=1.5Gbps, EAGAIN=1"],
      ["[3.4s] WRITE: 100%, 2/2, bw=44.1Gbps, EAGAIN=99"], True),
     (["[0.2s] WRITE: 100%, 2/2"], ["[0.2s] WRITE: 50%, 1/2"], False),

@@ -279,6 +279,10 @@ def test_write(repo):
            "5_two: all moves +13 -4; the step +11 -2\n\n", "")
     assert moves.counts("5_two", 1, repo.folder) == (7, 2)
     assert moves.counts("5_two", root=repo.folder) == (11, 2)
+    # Made anew, the patches are the same.
+    patches = [path.read_text() for path in moves.patches("5_two", repo.folder)]
+    assert tool(repo, "write") == (0, "", "")
+    assert [path.read_text() for path in moves.patches("5_two", repo.folder)] == patches
 
 
 def test_write_again(repo):
@@ -308,7 +312,7 @@ def test_check(repo):
                     "5_two: the moves add 134 lines, 12.18 times the 11 of the step"]:
         assert message in output
     repo.replace("4_one", "  return Count(1);", "  return Count(2);")
-    assert "1_twice.patch: it does not fit at line " in tool(repo, "check")[1]
+    assert "_loop.patch: it does not fit at line " in tool(repo, "check")[1]
 
 
 def test_make(repo):

@@ -63,7 +63,7 @@ constexpr size_t kSlots = 8;              // a block's places at its receiver
 
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr size_t kPollsPerYield = 64;             // empty ones
+constexpr size_t kPollsPerYield = 64;             // empty polls
 constexpr auto kReportPeriod = 1s;                // between two reports
 
 // ---- Errors and signals ----
@@ -106,12 +106,13 @@ struct Owned {
 // is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-// Called for such a signal. A second one, but for SIGPIPE, ends the process.
+// Handles such a signal. A second one ends the process, unless it is a SIGPIPE,
+// since each line that we print for a reader that has ended brings one.
 void HandleSignal(int signum) {
   if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
 }
 
-// Has such signals call it. libfabric's libraries bring handlers of their own.
+// Installs HandleSignal. libfabric's libraries bring handlers of their own.
 void CatchSignals() {
   for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
@@ -159,9 +160,9 @@ struct Domain {
   Domain() {
     printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
            info->fabric_attr->name, info->fabric_attr->prov_name);
-    // Over shm, whoever asks to hear of the arrival has the other side copy,
-    // under a lock (libfabric 1.17), and waits for ever if that side is killed.
-    // Otherwise we copy ourselves, before a WRITE completes.
+    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, under a lock
+    // (libfabric 1.17), and we wait for ever if that side is killed. Without
+    // the flag we copy ourselves before a WRITE completes.
     bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
     if (shm) info->tx_attr->op_flags = 0;
     // Each WRITE carries its number, as immediate data.
@@ -221,7 +222,7 @@ enum class RdmaOpType { kRecv, kSend, kWrite };
 constexpr const char* kOpNames[] = {"RECV", "SEND", "WRITE"};
 
 // A work request: an operation for libfabric to do, and the function to call
-// once when it is done, which may post others.
+// when it is done, which may post others.
 struct RdmaOp {
   fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;

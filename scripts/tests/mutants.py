@@ -974,10 +974,6 @@ MUTANTS |= {
         "and when the former WRITE into it has completed", "15_ring",
         "      if (posted >= kSlots && !written[posted - kSlots]) return;\n", "",
         "test_ring.py test_watched_ring and strict"),
-    "ring-block-in-flight": Mutant(
-        "a block is not changed while it is on its way", "15_ring",
-        "      if (taken >= half && !written[taken - half]) return;\n", "",
-        "test_ring.py test_ring_under_strict_rules and late"),
     "ring-number": Mutant(
         "a number speaks for its own WRITE", "15_ring",
         "      arrived[number - 1] = true;",

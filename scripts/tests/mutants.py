@@ -952,6 +952,51 @@ MUTANTS |= {
         "test_rails.py test_link_away"),
 }
 
+# Those of 15_ring.
+MUTANTS |= {
+    "ring-piece": Mutant(
+        "a piece goes on when it has come", "15_ring",
+        "      if (posted >= taken + num_blocks) return;\n", "",
+        "test_ring.py test_sums"),
+    "ring-credit": Mutant(
+        "a slot is overwritten when its owner has said so", "15_ring",
+        "      if (posted >= credit) return;\n", "      if (credit == 0) return;\n",
+        "test_ring.py test_ring_under_strict_rules and long"),
+    "ring-slot-in-flight": Mutant(
+        "and when the former WRITE into it has completed", "15_ring",
+        "      if (posted >= kSlots && !written[posted - kSlots]) return;\n", "",
+        "test_ring.py test_watched_ring and strict"),
+    "ring-number": Mutant(
+        "a number speaks for its own WRITE", "15_ring",
+        "      arrived[number - 1] = true;",
+        "      static size_t num_arrived = 0;\n      arrived[num_arrived++] = true;",
+        "test_ring.py test_ring_under_strict_rules"),
+    "ring-early-credit": Mutant(
+        "a slot is lent again when it is empty", "15_ring",
+        "std::min(taken + kSlots, total);", "std::min(taken + kSlots + 2, total);",
+        "test_ring.py test_sums or test_stragglers"),
+    "ring-alive": Mutant(
+        "a rank that waits for another one shows that it lives", "15_ring",
+        "      session.Send(AppMessageType::kProgress);\n", "",
+        "test_ring.py test_stragglers"),
+    "ring-pass-on": Mutant(
+        "all hear which rank has failed", "15_ring",
+        "      PassOn(e.what());\n", "",
+        "test_ring.py test_killed_rank"),
+    "ring-whom": Mutant(
+        "the neighbour is named whose session has failed", "15_ring",
+        "      at = &right;\n", "",
+        "test_ring.py test_interrupted or test_killed_rank"),
+    "ring-folder": Mutant(
+        "the addresses of an earlier run are refused", "15_ring",
+        "  if (std::filesystem::exists(path)) {", "  if (path.empty()) {",
+        "test_ring.py test_old_folder"),
+    "ring-same": Mutant(
+        "all ranks have arrays of the same length", "15_ring",
+        "        ready.num_floats != num_floats) {", "        ready.num_floats == 0) {",
+        "test_ring.py test_others_have_other_arguments"),
+}
+
 # Those of 12_sleep.
 MUTANTS |= {
     "sleep": Mutant(

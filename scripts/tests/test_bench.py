@@ -4,6 +4,7 @@ import contextlib
 import csv
 import os
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -17,7 +18,7 @@ import bench_file
 import bench_lock
 import bench_queue
 from harness import owned_shm_files
-from repository import ROOT, broken, read_source
+from repository import ROOT, broken, make, read_source
 
 # As little as can be measured.
 LITTLE = {"RUNS": "1", "SIZES": "64K", "PROVIDERS": "shm tcp", "LINK": "",
@@ -102,6 +103,19 @@ def test_crowd(tmp_path):
     grown = {program: values[program, "tcp", "3", "MB"] - values[program, "tcp", "1", "MB"]
              for program in ["one endpoint", "an endpoint each"]}
     assert grown["an endpoint each"] > grown["one endpoint"] + 0.1
+
+
+@pytest.mark.thorough
+@pytest.mark.skipif(not all(map(shutil.which, ["mpirun", "mpicxx"])),
+                    reason="Open MPI is not installed")
+def test_ring(tmp_path):
+    """Beside Open MPI."""
+    for program in "15_ring", "bench_allreduce":
+        make("CXXFLAGS=-O0", f"BUILD={tmp_path}", f"{tmp_path}/{program}")
+    output, values = run_bench(tmp_path, "ring", SIZES="4K 64K", PROVIDERS="tcp")
+    assert len(rows(output, f"(?:4|64) KiB( +{RATE}){{3}}")) == 2
+    assert {*values} == {(program, "tcp", size) for program in ["15_ring", "Open MPI"]
+                         for size in ["4096", "65536"]}
 
 
 # What redis-server and redis-benchmark say, of what the benchmark reads.

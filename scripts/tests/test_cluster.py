@@ -126,8 +126,9 @@ def test_slurm(slurm, tmp_path):
         ("-N", "1", SCRIPT, "4_hello", {"BUILD": str(tmp_path), "ADDRESS_LIMIT": "1"}),
         ("-N", "1", SCRIPT, "4_hello", {"FI_PROVIDER": "none"}),
         ("-N", "1", SCRIPT, "4_none", {}),
+        ("-N", "2", SCRIPT, "15_ring", "1000", {}),
         ("-N", "1", SCRIPT, "2_first", {}))]
-    (two, one, wrong, quiet, ended, missing, first) = map(slurm.result, jobs)
+    (two, one, wrong, quiet, ended, missing, peers, first) = map(slurm.result, jobs)
 
     assert two[0] == 0 and two[1].startswith("server on first; "), two
     assert re.search(r"^server \| \[1\] Received CONNECT .*0a7b0002", two[1], re.M), two
@@ -140,6 +141,8 @@ def test_slurm(slurm, tmp_path):
     assert quiet[0] == 1 and "printed no address for 1 s" in quiet[1], quiet
     assert ended[0] == 1 and "error: the server has ended" in ended[1], ended
     assert missing[0] == 1 and "there is no build/4_none in " in missing[1], missing
+    assert peers[0] == 0 and {*re.findall(r"^(\d): \[\1\] 4000 bytes in .*Correct\.$", peers[1],
+                                          re.M)} == {"0", "1"}, peers
     # This server ends by itself.
     assert first[0] == 0 and "server | Received " in first[1], first
     left = [slurm.command("ps", "-o", "args=", "-p", pid)

@@ -106,7 +106,7 @@ def unused(folder, text):
 
 
 @pytest.mark.static
-@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("program", [*PROGRAMS, "15_ring"])
 def test_program(tmp_path, program):
     with open(f"{ROOT}/src/{program}.cpp") as file:
         found = unused(tmp_path, file.read())

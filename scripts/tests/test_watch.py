@@ -168,8 +168,9 @@ def test_credits(tmp_path):
     ([(0, 1, 1, 3), (1, 2, 1, 3), (2, 0, 1, 3)], ["peer 1", "peer 2", "peer 3"]),
     ([(0, 1, 1, 4), (1, 0, 2, 3), (2, 2, 1, 2)], ["peer 1", "peer 2", "client"])])
 def test_names(sends, names):
-    """In a ring, each speaks first to one neighbour, and not to the other."""
-    ps = [model.Thing(ops={}) for _ in range(3)]
+    """In a ring, each speaks first to one neighbour, and not to the other. Peers that were
+    started with their rank have its name."""
+    ps = [model.Thing(ops={}, arguments=["ring"]) for _ in range(3)]
     for number, (source, to, posted, arrived) in enumerate(sends):
         for p, what, target in ((source, model.SEND, model.Thing(p=ps[to])),
                                 (to, model.RECV, None)):
@@ -177,6 +178,12 @@ def test_names(sends, names):
                 p=ps[p], what=what, t0=posted, t1=arrived, error="", target=target)
     model.name_processes(model.Thing(ps=ps))
     assert [p.name for p in ps] == names
+    for number, p in enumerate(ps):
+        p.arguments = ["ring", "folder", str(2 - number), "3", "1000"]
+    model.name_processes(model.Thing(ps=ps))
+    assert [p.name for p in ps] == [
+        f"rank {2 - number}" if p.role == "peer" else name
+        for number, (p, name) in enumerate(zip(ps, names))]
 
 
 def test_by_hand(run, tmp_path):

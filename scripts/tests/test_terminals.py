@@ -1,6 +1,5 @@
 """The README's figure of two terminals: it shows what the program prints."""
 
-import os
 import xml.etree.ElementTree
 
 import pytest
@@ -35,21 +34,3 @@ def test_lines(new_figure, side):
     lines = shown(read(terminals.FIGURE), side)
     assert lines == shown(new_figure, side)
     assert side != "client" or lines[-1] == "Data is correct."
-
-
-def test_whole_figure():
-    """It says what it shows, moves only where that is welcome, and is small."""
-    root = parsed(read(terminals.FIGURE))
-    assert root.get("aria-labelledby") == "title desc"
-    for name in "title", "desc":
-        assert root.find(f"{SVG}{name}[@id='{name}']").text.strip()
-    style = root.find(f"{SVG}style").text
-    assert "prefers-reduced-motion" in style and "prefers-color-scheme" in style
-    assert os.path.getsize(terminals.FIGURE) < 20_000
-
-
-@pytest.mark.parametrize("more", [0, 1, 9])
-def test_long_address(more):
-    """It loses no more than it has to."""
-    fitted = terminals.fit("x " + (terminals.COLUMNS - 2 + more) * "0")
-    assert len(fitted) == terminals.COLUMNS and fitted.endswith("…") == bool(more)

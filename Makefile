@@ -159,7 +159,7 @@ $(BUILD)/watch.so: scripts/watch/recorder.cpp
 $(BUILD)/races: scripts/watch/races.cpp $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< $(LDFLAGS) \
 	  $(LIBFABRIC_LIBS)
-$(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp
+$(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp scripts/tests/stand_in.h
 $(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
 $(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so: $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \

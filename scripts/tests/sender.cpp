@@ -7,7 +7,8 @@
 //   peer HEX   sends to this address from now on
 //   send HEX   sends these bytes, or an empty message; prints "sent", or
 //              "failed: ..."
-//   wait       waits for the next message; prints "received HEX"
+//   wait [SECONDS]
+//              waits for the next message; prints "received HEX"
 //   write ADDR KEY DATA HEX [SECONDS]
 //              WRITEs these bytes to a place in the peer's memory, with a number
 //              as immediate data; prints "written", or "failed: ..."
@@ -221,8 +222,8 @@ struct Sender {
     printf("%s\n", (op.done ? success : "failed: " + op.error).c_str());
   }
 
-  void Wait() {
-    auto end = Clock::now() + kLimit;
+  void Wait(Seconds limit) {
+    auto end = Clock::now() + limit;
     while (!recv->done && recv->error.empty() && Clock::now() < end) Poll();
     if (!recv->done) {
       printf("nothing received: %s\n", recv->error.c_str());
@@ -303,7 +304,9 @@ int main(int argc, char** argv) {
     if (command == "memory") sender.Register();
     if (command == "peer") sender.SetPeer(argument);
     if (command == "send") sender.Send(argument);
-    if (command == "wait") sender.Wait();
+    if (command == "wait") {
+      sender.Wait(argument.empty() ? kLimit : Seconds(std::stoi(argument)));
+    }
   }
   _exit(0);
 }

@@ -19,9 +19,6 @@
 //   SLOW_WRITE=FILE           a pwrite waits, and says so, until there is this file
 //   KEY_SIZE=N                a key of registered memory has N bytes, and one that
 //                             is larger is refused
-//   NO_EVENT_QUEUE=1          for a program that has no event queue. In every other
-//                             case, it ends one that enables an endpoint without:
-//                             efa would do so on the first error of a peer
 //
 // What the programs do is enough here: one thread, one endpoint for each
 // completion queue, entries in FI_CQ_FORMAT_DATA, the short forms of operations.
@@ -80,7 +77,6 @@ struct Endpoint {
   struct fi_ops_rma* real_rma = nullptr;
   struct fi_ops_msg* real_msg = nullptr;
   struct fid* cq = nullptr;
-  bool has_eq = false;
   std::deque<Write> writes;
 };
 
@@ -184,16 +180,11 @@ int RegisterBuffer(struct fid* fid, const void* data, size_t size,
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
   Endpoint& endpoint = g_endpoints.at(fid);
   if (other->fclass == FI_CLASS_CQ) endpoint.cq = other;
-  if (other->fclass == FI_CLASS_EQ) endpoint.has_eq = true;
   return endpoint.real_ops->bind(fid, other, flags);
 }
 
 int EndpointControl(struct fid* fid, int command, void* arg) {
   Endpoint& endpoint = g_endpoints.at(fid);
-  if (command == FI_ENABLE && !endpoint.has_eq &&
-      getenv("NO_EVENT_QUEUE") == nullptr) {
-    Die("there is no event queue");
-  }
   int ret = endpoint.real_ops->control(fid, command, arg);
   // Not before: fi_enable is where a provider may still choose other functions.
   if (command == FI_ENABLE && ret == 0 && endpoint.real_rma == nullptr) {

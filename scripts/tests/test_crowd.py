@@ -70,48 +70,9 @@ MISBEHAVE = """
       return false;
     }
 """
-# With TURNS, it says how often each of two peers has its turn while there is no room.
-TURNS = """
-int CheckTurns() {
-  static size_t tries[3] = {};
-  std::shared_ptr<Peer> peers[2];
-  Domain domain;
-  Mailbox mailbox(domain, 1);
-  struct fi_ops_msg full = *mailbox.endpoint.ep.ptr->msg;
-  full.send = [](struct fid_ep*, const void*, size_t, void*, fi_addr_t addr, void*) {
-    ++tries[addr];
-    return ssize_t{-FI_EAGAIN};
-  };
-  mailbox.endpoint.ep.ptr->msg = &full;
-  for (fi_addr_t addr : {0, 1}) {
-    peers[addr] = std::make_shared<Peer>();
-    peers[addr]->addr = addr;
-    mailbox.Send(peers[addr], AppMessageType::kDone);
-  }
-  for (int i = 0; i < 10; ++i) mailbox.PostBlocked();
-  printf("turns: %zu and %zu\\n", tries[0], tries[1]);
-  // Behind many that have their share in flight, and wait for completions.
-  for (size_t i = 0; i < 2 * kBlockedBatch; ++i) {
-    auto peer = std::make_shared<Peer>();
-    peer->in_flight = kMaxInFlight;
-    mailbox.Send(peer, AppMessageType::kDone);
-  }
-  auto last = std::make_shared<Peer>();
-  last->addr = 2;
-  mailbox.Send(last, AppMessageType::kDone);
-  tries[2] = 0;
-  mailbox.PostBlocked();
-  printf("behind others: %zu\\n", tries[2]);
-  return 0;
-}
-
-int main(int argc, char** argv) {
-  if (getenv("TURNS") != nullptr) return CheckTurns();
-"""
-
 
 def variant_of(source):
-    """The program's source, with SETTINGS, MISBEHAVE and TURNS."""
+    """The program's source, with SETTINGS and MISBEHAVE."""
     def replace(pattern, new):
         nonlocal source
         source, count = re.subn(pattern, new, source, flags=re.M)
@@ -125,7 +86,6 @@ def variant_of(source):
                 f'const auto {match[1]} = decltype({match[2]})'
                 f'(Setting("{match[1]}", ({match[2]}).count()));')
     replace(r"^  bool HasReply\(\) {\n", lambda match: match[0] + MISBEHAVE)
-    replace(r"^int main\(int argc, char\*\* argv\) {\n", lambda match: TURNS)
     # So that an answer is as long as it can be.
     replace(r'if \(put\) stored = (key [^;]*);',
             r'if (put) stored = getenv("DEAF") ? std::string(1024, 0x78) : \1;')
@@ -219,15 +179,6 @@ def test_many_at_once(run, serve, provider):
     server.stop()
 
 
-@pytest.mark.thorough
-def test_turns(run):
-    """Those for whom something waits have their turn one after the other."""
-    process = run([f"{VARIANT()}/{PROGRAM}"], TURNS="1")
-    assert process.wait() == 0
-    assert "turns: 11 and 11\n" in process.output
-    assert "behind others: 1\n" in process.output
-
-
 @pytest.mark.builds("plain")
 def test_full_store(run, serve_variant):
     """Who stores more than there is room for is told so, and what was there stays."""
@@ -255,25 +206,6 @@ def test_full_store(run, serve_variant):
     full = server.start_client("put", "c", "v" * 1000)
     assert full.wait() == 1
     assert full.output.endswith("error: the server has no room for it\n")
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-@pytest.mark.thorough
-def test_tiny_entries(run, serve_variant):
-    """Entries without a value take room as well."""
-    server = serve_variant(kMaxStoreSize=1000)
-    client = CrowdGuest(run, server)
-    assert client.open_session().type == ACCEPT
-    answers = [client.ask(STORE, bytes([i])).type for i in range(8)]
-    assert answers == [DONE] * 7 + [FULL]
-    # An empty value gives back the room of what was there.
-    for key in range(7):
-        assert client.ask(DELETE, bytes([key])).type == DONE
-    assert client.ask(STORE, b"a", b"v" * 800).type == DONE
-    assert client.ask(STORE, b"b", b"v" * 800).type == FULL
-    assert client.ask(STORE, b"a", b"").type == DONE
-    assert client.ask(STORE, b"b", b"v" * 600).type == DONE
     server.stop()
 
 
@@ -414,27 +346,6 @@ def test_deaf_and_forgotten(run, serve):
     wait_for_nobody(server)
     deaf.popen.kill()
     server.check_client("3", "3")
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-@one_provider
-@pytest.mark.thorough
-def test_stopped_for_long(serve_variant, provider):
-    """Clients that stand still for longer than the server remembers them are forgotten,
-    and come back by a new CONNECT. All their answers are right."""
-    server = serve_variant(provider, kForgetAfter=2)
-    crowd = server.start_client("3", "15", "100")
-    crowd.wait_for("are connected")
-    server.process.wait_for("^3 clients, ")
-    time.sleep(0.3)
-    crowd.signal(signal.SIGSTOP)
-    server.process.wait_for(
-        r"^\[[0-9a-f]{16}\] forgotten: it has been silent for long", count=3)
-    wait_for_nobody(server)
-    crowd.signal(signal.SIGCONT)
-    check_crowd(crowd, 3, 15)
-    assert not server.errors()
     server.stop()
 
 

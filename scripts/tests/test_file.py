@@ -9,7 +9,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import time
 
 import pytest

@@ -73,51 +73,6 @@ def test_together(serve, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-@two_providers
-def test_stopped_server(serve, provider):
-    """The library in the server's process executes the atomic operations, over verbs,
-    too. So they wait for it."""
-    server = serve("10_lock", provider)
-    # Each change takes four atomic operations; all together, 40 s.
-    client = server.start_client("2000", HOLD_MS="20")
-    done = r"^\[1\] (\d+)/2000 changes"
-    client.wait_for(done, 60)
-    server.process.signal(signal.SIGSTOP)
-    already = len(client.lines)
-    time.sleep(4)  # for a line each second; one may still be about what was before
-    assert len(re.findall(done, "".join(client.lines[already:]), re.M)) <= 1
-    already = len(client.lines)
-    server.process.signal(signal.SIGCONT)
-    client.wait_for(done, 60, after=already)
-    client.signal(signal.SIGINT)
-    assert client.wait() == 1
-    check_left(server)
-    server.stop()
-
-
-@pytest.mark.long
-@pytest.mark.builds("plain")
-@pytest.mark.thorough
-def test_stopped_in_the_log(serve):
-    """A client that stands still there holds nobody up. Killed, it leaves one hole at
-    most: the place for which it had a ticket."""
-    server = serve("10_lock", **LIBFABRIC_LEAKS)
-    client = server.start_client("20000")
-    client.wait_for("20000 messages and their answers:", 300)
-    time.sleep(random.uniform(0.1, 0.5))
-    client.signal(signal.SIGSTOP)
-    other = server.start_client()
-    assert other.wait() == 0, other.output
-    assert "Data is correct." in other.output and turns(other) == [0, 0]
-    client.signal(signal.SIGKILL)
-    client.wait()
-    entries, holes, changes = check_left(server)
-    assert entries > 1000 and changes == 1000
-    assert holes <= 1
-    server.stop()
-
-
 @pytest.mark.builds("sanitized")
 @pytest.mark.parametrize("provider,signum", [("", signal.SIGKILL),
                                              ("shm", signal.SIGSTOP)],
@@ -229,7 +184,6 @@ class Vandal(FakeClient):
 
 
 TICKETS, LOCK_TICKETS, TURN, LEDGERS = 0, 64, 128, 192  # places in the memory
-LEDGER_SIZE = 8 * (1 + CLIENTS_AT_A_TIME)
 RECORDS = 1344
 LOG = RECORDS + 1024 * 256
 TABLE_SIZE = LOG + 8 * LOG_SIZE

@@ -116,23 +116,6 @@ def test_refusals(run, serve, provider):
     server.stop()
 
 
-@pytest.mark.builds("sanitized")
-def test_a_bad_end(run, serve):
-    """A client that is sent away because of a message: its pieces come back, and
-    those of others stay."""
-    server = serve("8_malloc")
-    client, other = Borrower(run, server), Borrower(run, server)
-    other.borrow(64)
-    client.borrow(100 << 20)
-    client.send(plain(99))
-    client.expect("error: bad message: ")
-    assert server.pool_line(client.number).startswith(
-        "The pool lends 64 bytes in 1 pieces")
-    other.borrow(POOL - 64)
-    assert other.leave() == WHOLE
-    server.stop()
-
-
 # ---- Clients that go ----
 
 @pytest.mark.builds("sanitized")
@@ -272,20 +255,3 @@ def test_bad_answers(run, build, provider):
         assert server.client.wait() == 1
         assert re.search(f"\nerror: {error}\n$", server.client.output), \
             server.client.output
-
-
-# ---- Much at a time ----
-
-
-@pytest.mark.builds("plain")
-@two_providers
-def test_nearly_everything(serve, provider):
-    """Two clients at once, which borrow 220 of the 256 MiB, give or take 6."""
-    server = serve("8_malloc", provider)
-    clients = [server.start_client("220") for _ in range(2)]
-    for client in clients:
-        assert client.wait() == 0, client.output
-        assert "Data is correct." in client.output
-    check_whole(server)
-    assert not server.errors()
-    server.stop()

@@ -110,35 +110,25 @@ def test_sizes(serve, program, provider):
 with_progress = pytest.mark.parametrize("program", ["7_queue", "14_strangers"])
 
 
+@pytest.mark.builds("plain")
 @with_progress
-def test_bandwidth_line(serve, program):
-    """The last line of a server about a transfer."""
+def test_progress_lines(serve, program):
+    """A long transfer prints a line each second, each transfer one at its end."""
     server = serve(program)
     server.check_client()
     check_last_lines(server, 1)
     assert re.search(r"^\[1\] \[[0-9.]+s\] WRITE: 100%, 300/300, "
                      r"bw=[0-9.]+Gbps\b.*, [0-9.]+Mpps, EAGAIN=[0-9]+\n"
                      r"\[1\] Done.\n$", server.process.output, re.M)
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-@with_progress
-def test_progress_lines(serve, program):
-    """A long transfer prints a line each second where there is no terminal."""
-    server = serve(program)
     client = server.start_client("65536", "1000", "1000000")
-    server.process.wait_for("WRITE: [0-9]+%", count=4)
+    server.process.wait_for(r"^\[2\] .* WRITE: [0-9]+%", count=3)
     times = [float(seconds) for seconds in re.findall(
-        r"^\[1\] \[([0-9.]+)s\] WRITE: ", server.process.output, re.M)]
+        r"^\[2\] \[([0-9.]+)s\] WRITE: ", server.process.output, re.M)]
     # The first interval began with the request, and not with the first WRITE.
     assert all(after - before >= 0.9
                for before, after in zip(times, times[1:])), times
-    assert "\r" not in server.process.output
     client.signal(signal.SIGINT)
     assert client.wait() == 1
-    assert "interrupted" in client.output
-    server.check_client()
     server.stop()
 
 
@@ -223,22 +213,6 @@ def test_crowd(serve, program, provider, count):
     assert long.wait(20) == 1
     server.process.wait_for(r"^\[1\] (Done|error)")
     server.check_client()
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-@pytest.mark.parametrize("program,provider", [("5_reverse", ""), ("7_queue", "shm")])
-@pytest.mark.thorough
-def test_server_stood_still(serve, program, provider):
-    """Clients that come while the server is stopped are served afterwards. For a
-    client, silence begins to mean something after 10 s."""
-    server = serve(program, provider)
-    server.check_client()
-    server.process.signal(signal.SIGSTOP)
-    clients = [server.start_client(*server.entry.quick) for _ in range(12)]
-    time.sleep(6)
-    server.process.signal(signal.SIGCONT)
-    check_all(server, clients)
     server.stop()
 
 

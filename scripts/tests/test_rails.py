@@ -4,7 +4,6 @@ that a transfer has a middle.
 LINKS=30 scripts/test.sh -k test_link_down    takes a link away 30 times, at any moment
 KILLS=60 scripts/test.sh -k test_killed_clients_of_rails"""
 
-import contextlib
 import os
 import random
 import re
@@ -140,17 +139,6 @@ def test_namesakes(network, serve_rails, client_of):
     server.stop()
 
 
-def test_one_subnet_twice(network, serve_rails, client_of):
-    """The kernel chooses the link by the destination, so two links in one subnet gain
-    nothing. They cost nothing either."""
-    for i in 1, 2:
-        network.plug(f"link{i}", f"10.12.0.{i}/24", f"10.12.0.1{i}/24")
-    server = serve_rails()
-    for _ in range(2):
-        check(server, client_of(server))
-    server.stop()
-
-
 def test_ipv6(network, serve_rails, client_of):
     """Each link has a link-local address, too, which is no use: the number of a link is
     part of it, and another one on each host."""
@@ -243,52 +231,6 @@ def test_all_links_down(network, serve_rails, client_of):
     network.wait()
     client = client_of(server)
     assert client.wait() == 0, client.output
-    server.stop()
-
-
-# Once it has been notified, clears the memory, and looks whether it stays clear until there
-# is a file STOP. With OPEN, closes no rail before, and polls them meanwhile.
-LATE = """
-  memset(memory.data.get(), 0, memory.size);
-  printf("cleared, with %zu rails\\n", rails.all.size());
-  size_t late = 0;
-  while (::access(getenv("STOP"), F_OK) != 0 && late == 0) {
-    rails.Poll();
-    std::this_thread::sleep_for(20 * kIdlePause);
-    for (size_t i = 0; i < memory.size; ++i) late += memory.data[i] != 0;
-  }
-  printf("%zu late bytes\\n", late);
-"""
-LATE_RAILS = variant(
-    "11_rails", ("\n  CheckMemory(memory, request, page_idx);\n", LATE),
-    ("  rails.SayBye();\n", '  if (getenv("OPEN") == nullptr) rails.SayBye();\n'))
-
-
-@pytest.mark.thorough
-def test_late_bytes(network, run, serve_rails, tmp_path):
-    """What a rail that failed has left in the kernel's queue comes when its link is
-    back. A client has closed its rails before it looks at its memory, so it gets nothing of
-    that into it any more."""
-    network.plug_all(2)
-    server = serve_rails()
-
-    stop = str(tmp_path / "stop")
-    clients = [run([f"{LATE_RAILS()}/11_rails", server.addresses, "65536", "100",
-                    "2"], netns=network.hosts[1], STOP=stop, **env)
-               for env in ({}, {"OPEN": "1"})]
-    server.process.wait_for(REQUEST, count=2)
-    time.sleep(0.3)
-    network.down(0, "link2")
-    for client, rails in zip(clients, ["0", "[12]"]):
-        client.wait_for(f"^cleared, with {rails} rails$", 30)
-    network.up(0, "link2")
-    # TCP sends again when as much time has gone by as since the last time. Nearly always
-    # some bytes then reach the client that has closed nothing.
-    with contextlib.suppress(AssertionError):
-        clients[1].wait_for("^[1-9].* late bytes$", 8)
-    with open(stop, "w"):
-        pass
-    clients[0].wait_for("^0 late bytes$")
     server.stop()
 
 

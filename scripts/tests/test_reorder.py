@@ -63,9 +63,8 @@ def test_short_keys(serve, provider):
 def test_truncated(run, serve):
     """A message may be longer than its RECV without an error. Its end is not in our
     buffer."""
-    # The endpoint of 4_hello has no event queue: it comes with chapter 5.
     server = serve("4_hello", LD_PRELOAD=PRELOAD["LD_PRELOAD"], TRUNCATES="1",
-                   REORDER_MS="0", NO_EVENT_QUEUE="1")
+                   REORDER_MS="0")
     if provider_in(server.process.output) != "tcp;ofi_rxm":
         pytest.skip("others don't say how long the message was")
     client = FakeClient(run, server)

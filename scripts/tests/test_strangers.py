@@ -194,30 +194,6 @@ def test_only_from_here(run, serve, provider):
             process.wait()
 
 
-@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
-@pytest.mark.thorough
-def test_line(run, provider):
-    """Those who have no place are told so. Those who give up cost the others nothing:
-    they get no place any more."""
-    server = Server(run, PATIENT_STRANGERS(), "14_strangers", provider)
-    places = [FakeClient(run, server) for _ in range(PLACES)]
-    for client in places:
-        client.open_session()
-    waiting = [server.start_client(*server.entry.short) for _ in range(6)]
-    for client in waiting:
-        client.wait_for("^The server can't serve us yet: waiting$", 30)
-    for client in waiting[1:]:
-        client.signal(signal.SIGKILL)
-    time.sleep(4)  # the time after which a client has given up
-    for client in places:
-        client.send(base(BYE))
-    assert waiting[0].wait(30) == 0, waiting[0].output
-    server.check_client(*server.entry.short)
-    assert server.process.output.count("Received CONNECT") == PLACES + 2
-    assert not server.errors()
-    server.stop()
-
-
 @not_over_verbs("the dead server's adapter says that it has gone")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
 def test_server_killed_while_others_wait(run, signum):

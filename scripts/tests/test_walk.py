@@ -448,23 +448,6 @@ def test_unlocked_ledger(walk, provider):
 
 
 @pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
-@after(10, "lock")
-def test_dead_owner(walk, provider):
-    """The turn of a client that is killed while it has the lock is over after a second."""
-    server = walk(10, "lock", provider)
-    server.env = {**server.env, "HOLD_MS": "60000"}
-    owner = server.start_client("3")
-    owner.wait_for("FETCH-AND-ADD and WRITE: ")
-    time.sleep(0.5)
-    owner.signal(signal.SIGKILL)
-    owner.wait()
-    server.env = {**server.env, "HOLD_MS": "0"}
-    other = server.start_client("5")
-    assert other.wait() == 0, other.output
-    assert "of others that we ended: 1" in other.output
-
-
-@pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
 @after(10, "lock aside")
 def test_slow_owner(walk, provider):
     """A client that was only slow spoils the ledger, until it WRITEs aside."""

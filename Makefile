@@ -145,9 +145,10 @@ $(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
 TOOL_CXXFLAGS ?= $(CXXFLAGS)
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
-$(BUILD)/inside_queue: scripts/tests/inside_queue.cpp src/7_queue.cpp
+$(BUILD)/inside_queue: scripts/tests/inside_queue.cpp scripts/tests/inside.h src/7_queue.cpp
 $(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
-$(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp src/14_strangers.cpp
+$(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp scripts/tests/inside.h \
+  src/14_strangers.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
 $(BUILD)/bench_loop: TOOL_CXXFLAGS = $(CXXFLAGS)
 $(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue \

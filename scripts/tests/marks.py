@@ -15,6 +15,11 @@ sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
     ids=["default", "shm"])
 
 
+two_providers = pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+each_provider = pytest.mark.parametrize("provider", PROVIDERS,
+                                        ids=[p or "default" for p in PROVIDERS])
+
+
 def over(programs, *more):
     """For tests of what all programs share, letter for letter: each of them over
     libfabric's first choice, and those that differ most over shm as well."""

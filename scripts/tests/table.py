@@ -3,9 +3,9 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, ALIVE, BYE, CONNECT, DELETE, DONE, FAILED, FINISH, FREE, GET,
-                      JOIN, LONGEST, MALLOC, PROGRESS, READY, REPLY, SAVED, STORE, TABLE_ALIVE,
-                      TABLE_REPLY, TEXT, WAIT, base, chunk, credit, crowd, crowd_request, fill,
+from messages import (ACCEPT, ALIVE, BYE, CONNECT, DELETE, DONE, FINISH, FREE, GET, JOIN,
+                      LONGEST, MALLOC, PROGRESS, READY, REPLY, STORE, TABLE_ALIVE,
+                      TABLE_REPLY, TEXT, WAIT, base, chunk, crowd, crowd_request, fill,
                       fill_repeatedly, nonce_fill, plain, put, request)
 
 # Where something is left out, what many programs share, letter for letter, is tried with

@@ -15,7 +15,8 @@ shift 4
 for ((i = 0; i < count; ++i)); do
   { "$@" 2>&1; echo "status $?"; } | sed "s/^/$i: /" &
 done | tee "$0.said"
-! grep -q 'status [^0]' "$0.said" || exit "$(sed -n 's/.*status \\([^0]\\)/\\1/p' "$0.said" | head -1)"
+status=$(sed -n 's/.*status \\([^0]\\)/\\1/p' "$0.said" | head -1)
+exit "${status:-0}"
 """
 
 

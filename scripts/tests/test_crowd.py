@@ -16,7 +16,7 @@ import pytest
 
 from fakes import CrowdGuest, CrowdHost
 from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, Server, is_here
-from marks import not_over_verbs
+from marks import each_provider, not_over_verbs, two_providers
 from messages import (ACCEPT, BYE, CONNECT, DELETE, DONE, FULL, GET, NOT_FOUND, STORE,
                       crowd, crowd_request)
 from repository import read_source, variant
@@ -30,10 +30,6 @@ some_providers = pytest.mark.parametrize(
     "provider", PROVIDERS if KILLS >= 50 else ["", "shm"], ids=lambda p: p or "default")
 one_provider = pytest.mark.parametrize(
     "provider", PROVIDERS if KILLS >= 50 else [""], ids=lambda p: p or "default")
-each_provider = pytest.mark.parametrize("provider", PROVIDERS,
-                                        ids=[p or "default" for p in PROVIDERS])
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 PROGRAM = "13_crowd"
 MAX_MESSAGE = 2048  # bytes
 

@@ -18,14 +18,11 @@ import pytest
 from fakes import CrowdGuest, FakeClient, FakeServer
 from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      owned_shm_files)
-from marks import ends_in_a_rendezvous, not_over_verbs, over
+from marks import ends_in_a_rendezvous, not_over_verbs, over, two_providers
 from messages import PROGRESS, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
 
-ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 # How many clients test_killed_clients kills. KILLS=50 takes minutes.
 KILLS = int(os.environ.get("KILLS", "3"))
 

@@ -13,6 +13,7 @@ import pytest
 
 from fakes import FakeClient, FakeServer
 from harness import BUILD, LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR
+from marks import two_providers
 from messages import BYE, FINISH, JOIN, TABLE_ALIVE, TABLE_REPLY, plain
 from repository import ROOT
 
@@ -23,9 +24,6 @@ CLIENTS_AT_A_TIME = 8
 KILLS = int(os.environ.get("KILLS", "3"))
 # How much each of four clients changes. COUNT=100000 takes many minutes.
 COUNT = int(os.environ.get("COUNT", "200"))
-
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 
 
 def check_left(server, rounds=1):

@@ -13,6 +13,7 @@ import pytest
 
 from fakes import Borrower, FakeServer
 from harness import BUILD, LIBFABRIC_LEAKS
+from marks import two_providers
 from messages import ACCEPT, ALIVE, FREE, MALLOC, REFUSAL, plain, reply, type_of
 from repository import ROOT
 
@@ -21,9 +22,6 @@ ALIGN = 64  # bytes
 WHOLE = f"The pool lends 0 bytes in 0 pieces, and has {POOL} free in 1"
 # How many clients test_killed_clients kills. KILLS=50 takes minutes.
 KILLS = int(os.environ.get("KILLS", "3"))
-
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 
 
 def wait_for_seats(server, taken):

@@ -14,7 +14,7 @@ import pytest
 import fakes
 from fakes import FakeClient
 from harness import BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS
-from marks import ends_in_a_rendezvous
+from marks import ends_in_a_rendezvous, two_providers
 from messages import (ACCEPT, BYE, CONNECT, FAILED, LONGEST, PROGRESS, REFUSED, TEXT, base,
                       plain, read_fill, type_of)
 from table import TABLE
@@ -23,8 +23,6 @@ RECVS = 8  # posted at a time
 
 # Sanitizers find what a bad message does, and the plain programs do the same.
 pytestmark = pytest.mark.builds("sanitized")
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 # Each program, and one of them through shm, too: what comes out of the inbox is
 # the same for all.
 each_program = pytest.mark.parametrize(
@@ -39,8 +37,9 @@ each_session = pytest.mark.parametrize(
 each_once = pytest.mark.parametrize(
     "program,provider", [("5_reverse", "shm"), ("7_queue", ""), ("14_strangers", "")])
 
-
 STRANGERS = "14_strangers"
+
+
 def stray_accept(fake):
     """An ACCEPT for a client that had this address before."""
     return base(ACCEPT, fake.nonce ^ 1) + b"nowhere"

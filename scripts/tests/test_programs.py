@@ -3,15 +3,14 @@
 import os
 import re
 import signal
-import subprocess
 import time
 
 import pytest
 
 from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS
+from marks import each_provider, two_providers
 from table import TABLE
 
-ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
 # How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
 CLIENTS = int(os.environ.get("CLIENTS", "24"))
 
@@ -47,7 +46,7 @@ def check_last_lines(server, count):
 
 
 @pytest.mark.builds("plain")  # test_four_clients has the others
-@pytest.mark.parametrize("provider", **ids)
+@each_provider
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.every_program
 def test_data(serve, program, provider, monkeypatch):
@@ -61,7 +60,7 @@ def test_data(serve, program, provider, monkeypatch):
 
 
 @pytest.mark.builds("sanitized")  # it takes long
-@pytest.mark.parametrize("provider", **ids)
+@each_provider
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].longest_text])
 def test_texts(serve, program, provider):
     """Texts of one byte and of many arrive unchanged. The client of 5_reverse compares
@@ -177,7 +176,7 @@ def pauses(process):
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+@two_providers
 def test_busy(serve, provider):
     """As long as pages are written, neither side sleeps."""
     server = serve("7_queue", provider)
@@ -241,6 +240,14 @@ def test_one_after_the_other(serve, program, args):
 
 # ---- Two hosts ----
 
+@pytest.fixture
+def hosts(network):
+    """With a cable between them."""
+    network.plug("cable0", "10.123.0.1/24", "10.123.0.2/24")
+    network.wait()
+    return network.hosts
+
+
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("provider", ["", "udp;ofi_rxd"],
                          ids=["default", "udp;ofi_rxd"])
@@ -254,17 +261,11 @@ def test_two_hosts(serve, hosts, provider):
 
 @pytest.mark.builds("plain")
 @pytest.mark.thorough
-def test_slow_cable(serve, hosts):
+def test_slow_cable(serve, network, hosts):
     """A transfer that takes longer than the limit of 10 s. The client would hear
     nothing of the server if the reports of progress had to queue behind more
     WRITEs than the cable takes in 10 s."""
-    limit = ["tc", "qdisc", "add", "dev", "cable0", "root", "tbf", "rate",
-             "200mbit", "burst", "256kb", "latency", "100ms"]
-    done = subprocess.run(["ip", "netns", "exec", hosts[0], *limit], check=False,
-                          text=True, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT)
-    if done.returncode != 0:
-        pytest.skip(f"{' '.join(limit)}: {done.stdout.strip()}")
+    network.limit(0, "cable0", 200)
     server = serve("7_queue", netns=hosts[0])
     client = server.check_client("1048576", "54", "5", netns=hosts[1], timeout=120)
     assert client.seconds > 10

@@ -8,14 +8,13 @@ import pytest
 
 from fakes import FakeClient
 from harness import BUILD, PROGRAMS, provider_in
+from marks import two_providers
 from messages import LONGEST
 from repository import ROOT
 from table import TABLE
 
 # A library to be loaded first gets along with no sanitizer.
 pytestmark = pytest.mark.builds("plain")
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 PRELOAD = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so")}
 # The delays are in milliseconds.
 DELAY = 300

@@ -13,7 +13,7 @@ import pytest
 from fakes import Borrower, FakeClient, FakeServer, FileSender
 from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
                      Server, provider_in)
-from marks import not_over_verbs
+from marks import each_provider, not_over_verbs
 from messages import (BYE, JOIN, MALLOC, PROGRESS, REFUSED, TEXT, base, plain, read_reply,
                       request)
 from repository import variant
@@ -114,7 +114,7 @@ def test_memory_of_a_client(run, build, program, provider):
         assert stranger(run, provider, server.client_address, f"overwrite 0 {key}")
 
 
-@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p or "default")
+@each_provider
 def test_byes_of_strangers(run, serve, provider):
     """A conversation goes on, whatever others send to its address: a BYE, other bytes,
     too much. It is the first client that says that it is over."""
@@ -172,7 +172,7 @@ def check_only_from_here(process, provider):
 
 
 @not_over_verbs("an adapter listens wherever it is")
-@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p or "default")
+@each_provider
 def test_only_from_here(run, serve, provider):
     """After the line that README has one type on a network of strangers, nobody else
     reaches a program, server or client, over any provider."""

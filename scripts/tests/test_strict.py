@@ -11,13 +11,12 @@ import subprocess
 import pytest
 
 from harness import BUILD, OVER_VERBS, PROGRAMS, Server, shares
+from marks import two_providers
 from repository import ROOT, variant
 from table import TABLE
 
 pytestmark = pytest.mark.skipif(
     bool(OVER_VERBS), reason="strict.so stands between the programs and tcp or shm")
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 CUDA = f"{BUILD}/cuda"
 GPU_PROGRAMS = [program for program in PROGRAMS
                 if os.path.exists(os.path.join(ROOT, CUDA, program))]

@@ -19,7 +19,6 @@
 //   STRICT_HMEM=N         1: GPU memory is supported (default; only that of
 //                         cuda_stub.cpp, which we can touch), 0: it is not,
 //                         2: the provider says so and then registers none
-//   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
 //   STRICT_NAME=NAME      what the provider is called (efa)
 //   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
 //   STRICT_WRITE_FAILS=N  the first WRITE of the N-th adapter is refused
@@ -157,7 +156,6 @@ const auto g_pieces = static_cast<size_t>(Setting("STRICT_PIECES", 4));
 const auto g_max_msg = static_cast<size_t>(Setting("STRICT_MAX_MSG", -1));
 const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
 const long g_hmem = Setting("STRICT_HMEM", 1);
-const long g_open_us = Setting("STRICT_OPEN_US", 0);
 const long g_adapters = Setting("STRICT_ADAPTERS", 1);
 const long g_write_fails = Setting("STRICT_WRITE_FAILS", 0);
 const long g_no_room = Setting("STRICT_NO_ROOM", 0);
@@ -1486,8 +1484,6 @@ Ours* MakeObject(Base** result, Base* real, size_t fclass, void* context,
 int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
                  struct fid_ep** result, void* context) {
   CheckThread();
-  timespec open_time = {g_open_us / 1000000, g_open_us % 1000000 * 1000};
-  nanosleep(&open_time, nullptr);  // a signal ends it
   struct fid_ep* real = nullptr;
   Domain& ours = g_domains.at(&domain->fid);
   int ret = ours.real->endpoint(domain, RealInfo(info), &real, context);

@@ -308,26 +308,6 @@ def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
         server.stop()
 
 
-@pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others have room for everything")
-@not_over_verbs("an adapter has no such queues")
-@pytest.mark.builds("plain")
-@pytest.mark.parametrize("cleanup", ["0", "1"])
-def test_forgotten_too_late(serve_variant, cleanup):
-    """A deaf client has all the room when it is forgotten. Others get none of it until
-    fi_av_remove has libfabric give up what is in flight, which main asks for."""
-    server = serve_variant("tcp;ofi_rxm", kMaxInFlight=2048, kMaxUnsent=4096,
-                           FI_AV_REMOVE_CLEANUP=cleanup)
-    deaf = server.start_client("1", "1000", **DEAF)
-    server.process.wait_for(r"forgotten: it asks and does not read", 30)
-    if cleanup == "1":
-        check_crowd(server.start_client("20", "50"), 20, 50)
-    else:
-        others = server.start_client("20", "50", kSilenceLimit="3")
-        assert others.wait() == 1, others.output
-        assert "nothing has happened for 3 s" in others.output
-    deaf.popen.kill()
-
-
 @not_over_verbs("an adapter has no such queues")
 @pytest.mark.builds("sanitized")
 @pytest.mark.thorough

@@ -55,14 +55,6 @@ def part_size(server):
     return 0
 
 
-def wait_for_part(server, size=1):
-    """Waits until a transfer has begun, and that much of it is there."""
-    stop = time.monotonic() + 60
-    while part_size(server) < size:
-        assert time.monotonic() < stop, server.process.output
-        time.sleep(0.005)
-
-
 class WaitingDisk:
     """For a server whose pwrites wait, from the first one on, until go_on(): see
     reorder.cpp."""
@@ -306,15 +298,6 @@ def test_disk_that_forgets(serve, what, error):
     server.stop()
 
 
-def limit_memory(server, more=None):
-    """Lets a server have only so much more memory than it has, or any again."""
-    pid = server.process.popen.pid
-    with open(f"/proc/{pid}/status") as status:
-        size = int(re.search(r"VmSize:\s+(\d+)", status.read())[1]) * 1024
-    resource.prlimit(pid, resource.RLIMIT_AS, (
-        resource.RLIM_INFINITY if more is None else size + more, resource.RLIM_INFINITY))
-
-
 # ---- Credits ----
 
 @pytest.mark.builds("plain")
@@ -437,22 +420,6 @@ def test_disk_that_stands_still(run, serve, waiting_disk):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_no_thread(run, serve):
-    """A server that can start no thread to save a chunk says so to its client."""
-    server = serve("9_file")
-    client = FileSender(run, server)
-    client.put(size=MIB)
-    # A thread needs a stack of 8 MiB.
-    limit_memory(server, MIB)
-    client.send(chunk(0, ZEROS[0]))
-    assert "Resource temporarily unavailable" in client.failure()
-    limit_memory(server)
-    check_empty(server)
-    server.check_client(str(MIB))
-    server.stop()
-
-
 IMPATIENT = variant("9_file", ("kSilenceLimit = 10s;", "kSilenceLimit = 4s;"))
 
 
@@ -467,24 +434,6 @@ def test_disk_slower_than_patience(run):
 
 
 # ---- Messages ----
-
-@pytest.mark.builds("sanitized")
-def test_sizes_that_lie(run, serve):
-    """A file that would fill any disk. Nothing of it is left, and others send theirs
-    meanwhile."""
-    server = serve("9_file")
-    with server.others(str(3 * MIB), count=1):
-        client = FileSender(run, server)
-        for size in 2**64 - 1, 2**63, 1 << 50:
-            assert client.put(size=size, slots=16) == 16
-            client.send(chunk(0, ZEROS[0]))
-            assert client.credit() == 0
-            client.send(plain(BYE))
-            client.expect("Done")
-            client.open_session()
-    check_empty(server)
-    server.stop()
-
 
 @pytest.mark.builds("plain")
 def test_failed_while_it_writes(run, serve):
@@ -603,46 +552,5 @@ def test_senders_that_go(run, serve, provider):
     alive.send(plain(BYE))
     alive.expect("Done")
     check_empty(server)
-    server.check_client()
-    server.stop()
-
-
-@pytest.mark.builds("sanitized")
-@pytest.mark.thorough
-def test_servers_that_go(serve):
-    """Servers that are killed at any moment, and servers that end because of a
-    Ctrl-C, which leave nothing behind. Their senders say so within 15 s. Of a
-    server that is killed through shm, libfabric 1.17 may never hear: see
-    test_failures.py."""
-    gone = {}
-    for provider, signum in [("", signal.SIGKILL)] * (KILLS // 2) + [
-            ("", signal.SIGINT), ("shm", signal.SIGTERM)]:
-        server = serve("9_file", provider, SLOW_DISK_MS="5", **LIBFABRIC_LEAKS)
-        clients = [server.start_client("500000000", "1"),
-                   server.start_client("500000000", "8")]
-        server.process.wait_for(r"^\[\d\] Receiving", count=2)
-        time.sleep(random.uniform(0, 0.5))
-        if signum == signal.SIGKILL:
-            server.process.signal(signum)
-        else:
-            server.stop(signum)
-            assert not os.listdir(server.folder)
-        gone.update({client: time.monotonic() for client in clients})
-    for client, moment in gone.items():
-        check_failure(client, "", 30)
-        assert client.ended - moment < 15
-
-
-@pytest.mark.builds("sanitized")
-@two_providers
-def test_client_interrupted(serve, provider):
-    """Ctrl-C at the sender: it says so, and what was there of the file goes."""
-    server = serve("9_file", provider, SLOW_DISK_MS="20")
-    for signum in [signal.SIGINT, signal.SIGTERM]:
-        client = server.start_client("500000000")
-        wait_for_part(server)
-        client.signal(signum)
-        check_failure(client, "^error: interrupted$")
-        check_empty(server)
     server.check_client()
     server.stop()

@@ -323,21 +323,6 @@ def test_idle_table(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("sanitized")
-def test_far_back_in_the_queue(run, serve):
-    """However many tickets a server says are before it, a client looks again soon, and
-    obeys Ctrl-C."""
-    server = serve("10_lock", "shm")
-    vandal = Vandal(run, server)
-    vandal.command(f"overwrite {vandal.addr + LOCK_TICKETS} {vandal.key}", "written")
-    client = server.start_client("1")
-    client.wait_for("FETCH-AND-ADD and WRITE")
-    time.sleep(1)
-    client.signal(signal.SIGINT)
-    assert client.wait() == 1, client.output
-    server.stop()
-
-
 # ---- Networks that are not here: see reorder.cpp ----
 
 PRELOAD = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so"), "REORDER_MS": "20"}

@@ -209,31 +209,6 @@ def test_link_away(network, serve_rails, client_of):
     server.stop()
 
 
-@pytest.mark.thorough
-def test_all_links_down(network, serve_rails, client_of):
-    """Both sides say so, and the server serves the next client."""
-    network.plug_all(2)
-    server = serve_rails()
-    client = client_of(server, "65536", "100", "20")
-    server.process.wait_for(REQUEST)
-    time.sleep(0.3)
-    for link in "link1", "link2":
-        network.down(1, link)
-    assert client.wait(30) == 1
-    assert re.search("^error: (nothing has happened for 10 s while waiting for the pages|"
-                     "RECV failed)", client.output, re.M), client.output
-    server.process.wait_for(
-        r"^\[1\] error: (WRITE failed|"
-        "nothing has happened for 10 s while waiting for the client)", 30)
-    for link in "link1", "link2":
-        network.up(1, link)
-    assert len([line for line in server.errors() if "given up" not in line]) == 1
-    network.wait()
-    client = client_of(server)
-    assert client.wait() == 0, client.output
-    server.stop()
-
-
 # ---- Clients that are not as they should be ----
 
 def test_killed_clients_of_rails(network, serve_rails, client_of):
@@ -263,19 +238,6 @@ def join(server, rail, first):
     return server.process.wait_for(
         rf"^\[(\d+)\] Received CONNECT .* {rail.address.hex()} on \S+$",
         after=already)[1]
-
-
-def test_bad_message_of_a_rail(run, serve):
-    """It ends the session: what is wrong with a message is wrong with the client."""
-    server = serve("11_rails")
-    for bad in plain(99), fill_repeatedly()[:20], fill_repeatedly(indices=()):
-        first, second = FakeClient(run, server), FakeClient(run, server)
-        first.open_session()
-        assert join(server, second, first) == first.number
-        second.send(bad)
-        first.expect("error: bad message: ")
-    server.check_client()
-    server.stop()
 
 
 def test_request_over_each_rail(run, serve):

@@ -12,11 +12,10 @@ import pytest
 
 from fakes import Borrower, FakeClient, FakeServer, FileSender
 from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
-                     Server, provider_in)
+                     provider_in)
 from marks import each_provider, not_over_verbs
 from messages import (BYE, JOIN, MALLOC, PROGRESS, REFUSED, TEXT, base, plain, read_reply,
                       request)
-from repository import variant
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -27,9 +26,6 @@ compares_keys = pytest.mark.parametrize("provider", KEYED, ids=lambda p: p or "d
 GUESSES = int(os.environ.get("GUESSES", "8"))
 GUESS = 2  # seconds for one of them, which nobody may answer
 PLACES = 8  # for clients of a server
-# Its server bears the silence of those who have their places.
-PATIENT_STRANGERS = variant("14_strangers", (
-    'CheckSilence(session.heard_at, "waiting for the client");', ""))
 
 
 def guesses(provider):
@@ -192,25 +188,6 @@ def test_only_from_here(run, serve, provider):
         for process in client, server.process:
             process.signal(signal.SIGKILL)
             process.wait()
-
-
-@not_over_verbs("the dead server's adapter says that it has gone")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_server_killed_while_others_wait(run, signum):
-    """Ten seconds without a word are enough here, too. One that stands still is as
-    silent, and its host does not say that it has gone."""
-    server = Server(run, PATIENT_STRANGERS(), "14_strangers")
-    places = [FakeClient(run, server) for _ in range(PLACES)]
-    for client in places:
-        client.open_session()
-    client = server.start_client(*server.entry.short)
-    client.wait_for("^The server can't serve us yet", 30)
-    began = time.monotonic()
-    server.process.signal(signum)
-    assert client.wait(40) == 1
-    assert time.monotonic() - began < 30
-    assert "nothing has happened for 10 s while waiting for ACCEPT" in client.output or \
-        "SEND failed" in client.output, client.output
 
 
 def test_refused(run, serve):

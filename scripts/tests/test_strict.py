@@ -94,25 +94,6 @@ def check_transfer(server, *args, **env):
     return client
 
 
-@pytest.mark.skipif("14_strangers" not in PROGRAMS, reason="the tests know nothing of it")
-@two_providers
-def test_slow_endpoints(strict, provider):
-    """A server that takes its time to open endpoints tells those who wait for theirs,
-    though it has places left, and keeps them in line."""
-    server = strict("14_strangers", provider, STRICT_OPEN_US="600000")
-    # So that they come together.
-    server.process.signal(signal.SIGSTOP)
-    clients = [server.start_client("4096", "10", "1", STRICT_OPEN_US="0") for _ in range(9)]
-    for client in clients:
-        client.wait_for("^domain: ")
-    server.process.signal(signal.SIGCONT)
-    for client in clients:
-        assert client.wait(60) == 0, client.output
-    assert any("can't serve us yet" in client.output for client in clients)
-    server.stop()
-    check_rules(*clients, server.process)
-
-
 @two_providers
 @all_programs
 @pytest.mark.every_program

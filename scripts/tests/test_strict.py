@@ -199,20 +199,6 @@ def test_rail_fails(strict, failure):
     check_rules(client, server.process)
 
 
-@pytest.mark.parametrize("race,seen", [
-    ("read-behind-write", "READ=1"), ("add-beside-write", "FETCH-OP=1"),
-    ("compare-beside-write", "COMPARE-OP=1"), ("writedata-store", "immediate data=1")])
-def test_short_forms(race, seen):
-    """A program of one's own may use fi_read instead of fi_readmsg, and so on."""
-    done = subprocess.run(
-        [f"{BUILD}/races", race, "right"], cwd=ROOT, text=True, check=False,
-        env={**os.environ, "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/strict.so"),
-             "FI_PROVIDER": "shm", "HFI_NO_BACKTRACE": "1", "IPATH_NO_BACKTRACE": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
-    assert seen in done.stdout and "VIOLATION" not in done.stdout, done.stdout
-    assert done.returncode == 0, done.stdout
-
-
 # ---- GPU memory ----
 
 @pytest.mark.skipif(not GPU_PROGRAMS, reason="the programs for GPUs are not built")

@@ -19,8 +19,6 @@
 #   RUNS, SIZES, PROVIDERS
 #                   for `make bench`: RUNS=5 SIZES="64 64K" PROVIDERS="shm tcp"
 #   JOBS            for `make mutants`: how many at a time (JOBS=2)
-#   FILE_SIZE, SLOTS
-#                   for `make bench-file`: FILE_SIZE=256M SLOTS="1 8"
 
 BUILD ?= build
 CXXFLAGS ?= -O2 -g
@@ -41,6 +39,8 @@ endif
 IN_SRC := ls src | sed -n 's/\.cpp$$//p' | grep '^[-+.0-9A-Z_a-z]*$$' | sort -V
 PROGRAMS := $(shell $(IN_SRC) | grep -E '^[0-9]+_')
 OWN := $(shell $(IN_SRC) | grep -vE '^[0-9]+_')
+# The one of a target's number: of 2_first and 2_verbs, the first.
+numbered = $(firstword $(filter $*_%,$(PROGRAMS)))
 # The moves of a step, 5.3: patches that lead from its parent to it.
 MOVES := $(shell ls scripts/moves/*/*.patch 2>/dev/null | \
   sed -nE 's|.*/([0-9]+)_[^/]*/([0-9]+)_.*|\1.\2|p' | sort -V)
@@ -101,12 +101,20 @@ has_header = $(shell echo '\#include <$(1)>' | \
   >/dev/null 2>&1 && echo yes)
 INSTALL := scripts/install-deps.sh installs what is missing
 
-# Programs that need xxHash are left out where it is not installed.
+# Programs that need xxHash, or the library of verbs, are left out where it is not
+# installed.
+including = $(filter $(basename $(notdir \
+  $(shell grep -l '<$(1)>' src/*.cpp))),$(PROGRAMS) $(OWN))
+OVER_VERBS := $(call including,infiniband/verbs.h)
 ifeq ($(call has_header,xxhash.h),)
-LEFT_OUT := $(filter $(basename $(notdir \
-  $(shell grep -l '<xxhash.h>' src/*.cpp))),$(PROGRAMS) $(OWN))
+WITHOUT_XXHASH := $(call including,xxhash.h)
+endif
+ifeq ($(call has_header,infiniband/verbs.h),)
+WITHOUT_VERBS := $(OVER_VERBS)
 endif
 NO_XXHASH = xxHash is missing (the package libxxhash-dev or xxhash-devel); \
+  $(INSTALL)
+NO_VERBS = libibverbs is missing (the package libibverbs-dev or rdma-core-devel); \
   $(INSTALL)
 NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
   libfabric-devel); $(INSTALL)
@@ -114,15 +122,16 @@ NO_LIBFABRIC = $(CXX) does not find libfabric (the package libfabric-dev or \
 # ---- Building ----
 
 .PHONY: all $(PROGRAMS) $(OWN) $(MOVES)
-all: $(filter-out $(LEFT_OUT),$(PROGRAMS) $(OWN))
+all: $(filter-out $(WITHOUT_XXHASH) $(WITHOUT_VERBS),$(PROGRAMS) $(OWN))
+	$(if $(WITHOUT_XXHASH),@echo 'not built: $(WITHOUT_XXHASH); $(strip $(NO_XXHASH))' >&2)
+	$(if $(WITHOUT_VERBS),@echo 'not built: $(WITHOUT_VERBS); $(strip $(NO_VERBS))' >&2)
 $(PROGRAMS) $(OWN) $(MOVES): %: $(BUILD)/%
-ifneq ($(LEFT_OUT),)
-all:
-	@echo 'not built: $(LEFT_OUT); $(strip $(NO_XXHASH))' >&2
-
-$(LEFT_OUT:%=$(BUILD)/%): FORCE
+$(WITHOUT_XXHASH:%=$(BUILD)/%): FORCE
 	@$(error $(NO_XXHASH))
-endif
+$(WITHOUT_VERBS:%=$(BUILD)/%): FORCE
+	@$(error $(NO_VERBS))
+# These do without libfabric.
+$(OVER_VERBS:%=$(BUILD)/%): LIBFABRIC_LIBS := -libverbs
 
 BUILD_IT = $(CXX) $(OUR_CXXFLAGS) $(CXXFLAGS) $(LIBFABRIC_CXXFLAGS) \
 	  $(CUDA_CXXFLAGS) -o $@ $< $(LDFLAGS) $(LIBFABRIC_LIBS) $(CUDA_LIBS)
@@ -136,35 +145,29 @@ $(MOVES:%=$(BUILD)/%): $(BUILD)/%: $(BUILD)/moves/src/%.cpp $(BUILD)/.flags
 $(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
 	@python3 scripts/moves/moves.py state $* $@
 
-# Not programs of the tutorial: the tests use `sender` to send what no program of
-# the tutorial would, `allocator` and `inside_*` try parts of 7_queue,
-# 8_malloc, 10_lock and 14_strangers, `reorder.so` and `strict.so` stand in for
-# networks that are not here, and the benchmark compares 7_queue with `bench_loop`.
-# scripts/test.sh has TOOL_CXXFLAGS, because the optimizer takes longer than most of them
-# run.
+# Not programs of the tutorial: what tests, the recorder (watch.so) and benchmarks need.
+# The head of each says what it is. scripts/test.sh has TOOL_CXXFLAGS, because the
+# optimizer takes longer than most of them run.
 TOOL_CXXFLAGS ?= $(CXXFLAGS)
+TOOLS := $(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue $(BUILD)/inside_lock \
+  $(BUILD)/inside_strangers $(BUILD)/races $(BUILD)/bench_loop
+LIBRARIES := $(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
 $(BUILD)/inside_queue: scripts/tests/inside_queue.cpp scripts/tests/inside.h src/7_queue.cpp
 $(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
 $(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp scripts/tests/inside.h \
   src/14_strangers.cpp
+$(BUILD)/races: scripts/watch/races.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
-$(BUILD)/bench_loop: TOOL_CXXFLAGS = $(CXXFLAGS)
-$(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue \
-  $(BUILD)/inside_lock $(BUILD)/inside_strangers $(BUILD)/bench_loop: $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ \
-	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
-# The recorder of `make watch-6`, and the races by which its tests judge it.
+$(BUILD)/reorder.so: scripts/tests/reorder.cpp scripts/tests/stand_in.h
+$(BUILD)/strict.so: scripts/tests/strict.cpp scripts/tests/stand_in.h
 $(BUILD)/watch.so: scripts/watch/recorder.cpp
-$(BUILD)/races: scripts/watch/races.cpp $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -o $@ $< $(LDFLAGS) \
-	  $(LIBFABRIC_LIBS)
-$(BUILD)/reorder.so $(BUILD)/strict.so: $(BUILD)/%.so: scripts/tests/%.cpp scripts/tests/stand_in.h
-$(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
-$(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so: $(BUILD)/.flags
-	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) -shared -fPIC -o $@ \
-	  $(filter %.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
+$(BUILD)/bench_loop $(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
+$(LIBRARIES): SHARED := -shared -fPIC
+$(TOOLS) $(LIBRARIES): $(BUILD)/.flags
+	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) $(SHARED) -o $@ \
+	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
 
 # The programs that use GPUs, built once more for machines without a GPU and without
 # the CUDA Toolkit: a folder that looks like the toolkit's holds a header and a
@@ -196,9 +199,8 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo report moves watch check test test-all test-rdma mutants fuzz bench \
-  bench-variants bench-file bench-lock \
-  bench-rails bench-crowd lint book figures clean help help-all
+.PHONY: demo report moves watch check test test-all test-rdma mutants fuzz lint book \
+  figures clean help help-all
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
 demo:
@@ -248,43 +250,24 @@ fuzz:
 	  CXXFLAGS='-O0 -g1 -fsanitize=address,undefined'
 	@BUILD=build python3 scripts/tests/fuzz.py $(ARGS)
 
-# RUNS, SIZES, PROVIDERS, VARIANTS (names): see scripts/bench/bench.py.
-bench bench-variants:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/8_malloc \
-	  $(BUILD)/bench_loop
-	@BUILD=$(BUILD) scripts/bench/bench.sh \
-	  $(if $(filter %-variants,$@),--variants $(VARIANTS))
-
-# RUNS, FILE_SIZE, SLOTS, PROVIDERS: see scripts/bench/bench_file.py.
-bench-file:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/9_file
-	@BUILD=$(BUILD) scripts/bench/bench.sh --file
-
-# RUNS, COUNT, PROVIDERS: see scripts/bench/bench_lock.py.
-bench-lock:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/10_lock
-	@BUILD=$(BUILD) scripts/bench/bench.sh --lock
-
-# RUNS, SETS, SECONDS: see scripts/bench/bench_rails.py.
-bench-rails:
-	@scripts/install-deps.sh build bench
-	@$(MAKE) --no-print-directory $(BUILD)/7_queue $(BUILD)/11_rails
-	@BUILD=$(BUILD) scripts/bench/bench.sh --rails
-
-# RUNS, CLIENTS, COUNT, PROVIDERS, PRIORITY, REDIS: see scripts/bench/bench_crowd.py.
-bench-crowd:
-	@scripts/install-deps.sh build bench-crowd
-	@$(MAKE) --no-print-directory $(BUILD)/13_crowd
-	@BUILD=$(BUILD) scripts/bench/bench.sh --crowd
+# Each has its variables at the top of its file in scripts/bench/.
+BENCHES := bench bench-variants bench-file bench-lock bench-rails bench-crowd
+bench bench-variants: MEASURED := 7_queue bench_loop
+bench-file: MEASURED := 7_queue 9_file
+bench-lock: MEASURED := 10_lock
+bench-rails: MEASURED := 7_queue 11_rails
+bench-crowd: MEASURED := 13_crowd
+.PHONY: $(BENCHES)
+$(BENCHES):
+	@scripts/install-deps.sh build $(if $(filter %-crowd,$@),$@,bench)
+	@$(MAKE) --no-print-directory $(MEASURED:%=$(BUILD)/%)
+	@BUILD=$(BUILD) scripts/bench/bench.sh $(if $(filter bench,$@),queue,$(@:bench-%=%))
 
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
 	@scripts/install-deps.sh build exercise
 	@$(MAKE) --no-print-directory $(BUILD)/sender $(BUILD)/watch.so \
-	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)))
+	  $(addprefix $(BUILD)/,$(numbered))
 	@BUILD='$(BUILD)' scripts/exercises/run.sh $*
 
 # Builds a program with one thing broken or changed on purpose, and says what to do with
@@ -299,14 +282,14 @@ break-%:
 watch-%:
 	@scripts/install-deps.sh build
 	@$(MAKE) --no-print-directory $(BUILD)/watch.so $(BEHIND) \
-	  $(or $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))),\
+	  $(or $(addprefix $(BUILD)/,$(numbered) $(filter $*,$(OWN) $(MOVES))),\
 	  $(error there is no program $*))
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
-	  $(addprefix $(BUILD)/,$(filter $*_%,$(PROGRAMS)) $(filter $*,$(OWN) $(MOVES))) $(ARGS)
+	  $(addprefix $(BUILD)/,$(numbered) $(filter $*,$(OWN) $(MOVES))) $(ARGS)
 watch-break-%:
 	@$(MAKE) -s --no-print-directory break-$* $(BUILD)/watch.so $(BEHIND) >/dev/null
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py \
-	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(or $(filter $*_%,$(PROGRAMS)),$*) $(ARGS)
+	  -o $(BUILD)/watch/break-$* $(BUILD)/break/$(or $(numbered),$*) $(ARGS)
 watch:
 	@[ -n '$(DIR)' ] || { \
 	  echo 'error: name the folder with the records: make watch DIR=build/run1' >&2; exit 2; }

@@ -7,17 +7,13 @@ tree. A child is its parent's text with a patch; that of a program without moves
 In memory they are one weave: each line once, with the nodes that have it. Change any node,
 and this changes all below it, and the moves that lead to it, which have the lines.
 
-Usage: scripts/carry.py [--since REV] [--up] [--compile] [--dry]
+Usage: scripts/carry.py [--since REV] [--compile]
            --since REV  what has changed since this commit (HEAD)
-           --up         also into the programs above, and all others that have the lines
            --compile    compiles each text that it has changed
-           --dry        writes nothing, and says what it would
        scripts/carry.py list                        the nodes, below their parents
        scripts/carry.py state NODE [FILE]           prints a node's text, or writes it
        scripts/carry.py write NODE FILE [PARENT]    makes a node's patch from a text;
                                                     PARENT: of a new one in own/
-       scripts/carry.py check                       does each patch fit, and does the weave
-                                                    make each text, byte for byte?
 A NODE is 6_write, 6.3 (after that move), exercises/6_write, breaks/6.3, own/blank ..., or
 the path of its file.
 """
@@ -25,6 +21,7 @@ the path of its file.
 import argparse
 import collections
 import concurrent.futures
+import contextlib
 import difflib
 import functools
 import io
@@ -44,14 +41,13 @@ import moves  # noqa: E402  pylint: disable=wrong-import-position
 ROOT = moves.ROOT
 FOLDERS = ["exercises", "breaks", "own", "bench"]
 SIMILAR = 0.5  # a line and the one that replaces it
-LARGE = 20  # lines; a place where a node has as many others is another one
+LARGE = 20  # lines; where a node has as many others, it has another section
 # What a node does with a change.
 TAKEN = ["there", "put", "perhaps"]
 SAYS = {"perhaps": "put in beside lines of its own, look",
         "alike": "done in a similar line, look",
         "look": "LOOK, left out, since it has others there",
         "hand": "left as somebody has changed it by hand",
-        "other": "left out, since it has another section there",
         "nameless": "left out, since the move has not got its names yet",
         "later": "left out, since the move has not got its neighbours yet"}
 WORD = re.compile(r"[A-Za-z_]\w*")
@@ -77,8 +73,11 @@ def graph(root):
     """The nodes by their keys, each after its parent. The key of a move has its name, which
     stays when its number changes."""
     root = pathlib.Path(root)
+    # One without libfabric shares nothing with the others.
     names = sorted((path.stem for path in root.glob("src/*.cpp")
-                    if re.match(r"\d+_", path.stem)), key=lambda name: int(name.split("_")[0]))
+                    if re.match(r"\d+_", path.stem)
+                    and "#include <infiniband/verbs.h>" not in path.read_text()),
+                   key=lambda name: int(name.split("_")[0]))
     found, known = {}, {}
     for name in names:
         before = based_on = moves.parent(name, root) if name != names[0] else ""
@@ -292,7 +291,7 @@ class State:
         return "".join(line.at.get(key + "'") or line.at.get(key) or [*line.at.values()][-1]
                        for line in self.weave.lines if line in self.now[key])
 
-    def carry(self, everywhere=False):
+    def carry(self):
         """Carries each change on, from neighbour to neighbour, as far as it goes."""
         for key in self.edited:
             for hunk in hunks(self.weave, key):
@@ -303,11 +302,11 @@ class State:
             while queue:
                 hunk, near = queue.popleft()
                 by = self.verdicts[hunk]
-                for node, up in self.neighbours(near, hunk, everywhere):
+                for node, up in self.neighbours(near, hunk):
                     if node not in self.old or by.get(node) in [*TAKEN, "alike", "hand", "done"]:
                         continue
                     by[node] = self.decide(hunk, node, near, up)
-                    same = by[node] in ("look", "other") and self.adapt(hunk, node, near)
+                    same = by[node] == "look" and self.adapt(hunk, node, near)
                     if same:
                         by[node] = "done" if same == hunk else "alike"
                     if by[node] in [*TAKEN, "alike"]:
@@ -376,16 +375,16 @@ class State:
         return any(re.match("k?([A-Z]+[a-z]|[A-Z]$)", word) and word not in self.words(node)
                    for word in names_in(self.new_text(hunk)) & self.words(hunk.source))
 
-    def neighbours(self, key, hunk, everywhere):
+    def neighbours(self, key, hunk):
         """Where a change goes on to: the nodes below, and the moves that lead to a program
         that has it. And whether that is up."""
         for other, node in self.nodes.items():
             if key in (node.parent, node.program):
                 yield other, False
         above = self.nodes[key].parent
-        if above and (everywhere or self.nodes[above].is_move() and (
+        if above and self.nodes[above].is_move() and (
                 self.nodes[key].is_program() or
-                self.nodes[key].is_move() and key != hunk.source)):
+                self.nodes[key].is_move() and key != hunk.source):
             yield above, True
 
     def decide(self, hunk, node, near, up):
@@ -419,7 +418,7 @@ class State:
         sides = 0 if hunk.gone else (start == before) + (end == after)
         if sides == 0:
             rewritten = sum(line in self.old[near] for line in place)
-            return "away" if not own else "look" if rewritten < LARGE else "other"
+            return "look" if own and rewritten < LARGE else "away"
         return "later" if sides == 1 and up else "perhaps" if own or sides == 1 else "put"
 
     def around(self, touched, lines):
@@ -451,7 +450,7 @@ def renamed(before, after):
     return {p: q for p, q in pairs if olds.count(p) == news.count(q) == 1 < len(p)}
 
 
-def rename_all(nodes, old, new, everywhere, says):
+def rename_all(nodes, old, new, says):
     """Renames what a node has renamed, also in what others have of their own."""
     for source in [key for key in old if new[key] != old[key]]:
         names = renamed(old[source], new[source])
@@ -459,8 +458,7 @@ def rename_all(nodes, old, new, everywhere, says):
                  if not any(re.search(rf"\b{q}\b", text) for text in old.values())}
         # The moves of a step belong to its program, and so does what is below them.
         tops = {source, *(key for key in old if key.startswith(source + "/"))}
-        scope = [key for key in old if everywhere or tops & {*above(nodes, key)}]
-        in_parallel(formatted, {old[key] for key in scope} if names else [])
+        scope = [key for key in old if tops & {*above(nodes, key)}]
         for key in scope if names else []:
             for texts in old, new:
                 text = WORD.sub(lambda found: names.get(found[0], found[0]), texts[key])
@@ -475,11 +473,6 @@ def above(nodes, key):
     while key:
         yield key
         key = nodes[key].parent
-
-
-def in_parallel(function, values):
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-        return list(pool.map(function, values))
 
 
 @functools.lru_cache(maxsize=None)
@@ -521,11 +514,9 @@ def before_and_after(nodes, rev, root, bad):
             new[key] = old[key]
         else:
             for texts in new, old:
-                if key not in new and node.parent in texts:
-                    try:
+                with contextlib.suppress(ValueError):
+                    if key not in new and node.parent in texts:
                         new[key] = fit(now, texts[node.parent])
-                    except ValueError:
-                        pass
             if key not in new:
                 bad.append(f"{node.name}: its patch does not fit" + (
                     f"; it is made of that at {rev}" if key in old else ""))
@@ -536,23 +527,18 @@ def before_and_after(nodes, rev, root, bad):
     return {key: old.get(key, text) for key, text in new.items()}, new
 
 
-def carry(rev="HEAD", root=ROOT, everywhere=False):
+def carry(rev="HEAD", root=ROOT):
     """Returns the nodes, their texts at a commit and afterwards, what to say, what is wrong,
     and the nodes that have to be looked at."""
     says, bad, nodes = [], [], graph(root)
     old, new = before_and_after(nodes, rev, root, bad)
     first = dict(old)
-    in_parallel(formatted, {text for key in old if old[key] != new[key]
-                            for text in (old[key], new[key])})
     new = {key: like(old[key], text) for key, text in new.items()}
-    rename_all(nodes, old, new, everywhere, says)
+    rename_all(nodes, old, new, says)
     state = State(nodes, old, new)
-    state.carry(everywhere)
+    state.carry()
     made = {key: state.text(key) for key in new}
-    in_parallel(formatted, {text for key in old if old[key] != made[key]
-                            for text in (old[key], made[key])})
-    for key in new:
-        new[key] = like(old[key], made[key])
+    new = {key: like(old[key], text) for key, text in made.items()}
     looks = set()
     for hunk, by in state.verdicts.items():
         named = {what: [nodes[key].name for key, verdict in by.items() if verdict == what]
@@ -586,14 +572,12 @@ def files_of(nodes, texts):
         if patch and key in texts and node.parent in texts:
             head, made = moves.split(
                 patch.read_text() if patch.exists() else new_patch(nodes, key))
-            try:
+            with contextlib.suppress(ValueError):
                 if moves.apply(texts[node.parent], made) == texts[key]:
                     continue
-            except ValueError:
-                pass
-            names = "".join(moves.lines_of(made)[:2])
-            made = moves.make_patch("x", texts[node.parent], texts[key])
-            files[patch] = head + names + "".join(moves.lines_of(made)[2:])
+            anew = moves.make_patch("x", texts[node.parent], texts[key],
+                                    moves.CONTEXT if "moves" in patch.parts else 3)
+            files[patch] = "".join([head, *moves.lines_of(made)[:2], *moves.lines_of(anew)[2:]])
     return {path: text for path, text in files.items()
             if text is not None and (not path.exists() or path.read_text() != text)}
 
@@ -605,7 +589,7 @@ def write_all(files):
 
 
 def carry_and_say(options):
-    nodes, old, new, says, bad, looks = carry(options.since, everywhere=options.up)
+    nodes, old, new, says, bad, looks = carry(options.since)
     files = files_of(nodes, new)
     says += [str(path.relative_to(ROOT)) for path in files]
     for key in sorted(looks, key=[*nodes].index):
@@ -618,11 +602,11 @@ def carry_and_say(options):
         path = path.relative_to(ROOT)
         bad.append(f"look at {path}" + (
             "" if node.is_program() else f", then: scripts/carry.py write {node.name} {path}"))
-    if not options.dry:
-        write_all(files)
+    write_all(files)
     if options.compile:
         changed = [key for key in new if new[key] != old[key]]
-        errors = in_parallel(moves.compile_error, [new[key] for key in changed])
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            errors = pool.map(moves.compile_error, [new[key] for key in changed])
         bad += [f"{nodes[key].name} does not compile: {error}"
                 for key, error in zip(changed, errors) if error]
     print(*says, *bad, sep="\n", end="\n" if says or bad else "")
@@ -682,15 +666,10 @@ def main(arguments):
             print(text, end="")
     elif arguments[:1] == ["write"] and len(arguments) in (3, 4):
         write(*arguments[1:])
-    elif arguments == ["check"]:
-        messages = check()
-        print(*messages, sep="\n", end="\n" if messages else "")
-        return 1 if messages else 0
     else:
         parser = argparse.ArgumentParser(usage=__doc__.partition("Usage: ")[2])
         parser.add_argument("--since", default="HEAD")
-        for flag in "--up", "--compile", "--dry":
-            parser.add_argument(flag, action="store_true")
+        parser.add_argument("--compile", action="store_true")
         return carry_and_say(parser.parse_args(arguments))
     return 0
 

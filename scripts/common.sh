@@ -34,14 +34,14 @@ programs() {
 }
 
 # Prints the program that this one is based on, as its source says near the top;
-# nothing for the first program. Fails if the source does not say it, or names a program
+# nothing for the first program, and for one without libfabric. Fails if the source does not say it, or names a program
 # that is not there, is somebody's own, or is itself based on this one.
 parent() {  # PROGRAM
   local program=$1 parent first
   parent=$(named_parent "$program") || return
   first=$(programs | head -n 1)
   if [ -z "$parent" ]; then
-    [ "$program" != "$first" ] || return 0
+    [ "$program" != "$first" ] && ! is_apart "$program" || return 0
     echo "error: src/$program.cpp names no parent; one of its first 15 lines" \
       "has to be like: // Based on 7_queue." >&2
   elif [ ! -f "src/$parent.cpp" ]; then
@@ -56,6 +56,11 @@ parent() {  # PROGRAM
     return
   fi
   return 1
+}
+
+# Succeeds if a program does without libfabric, so that it shares nothing with others.
+is_apart() {  # PROGRAM
+  grep -q '^#include <infiniband/verbs.h>' "src/$1.cpp"
 }
 
 # Prints the parent that a program names.

@@ -48,6 +48,8 @@ program=
 for name in "$@"; do
   if [[ $name == "$number" || $number =~ ^[0-9]+$ && $name == "$number"_* ]]; then
     program=$name
+    # Of 2_first and 2_verbs, the first.
+    [[ $name != "$number"_* ]] || break
   fi
 done
 [ -n "$program" ] || {

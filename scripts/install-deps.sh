@@ -36,6 +36,10 @@ has_xxhash() {
   echo '#include <xxhash.h>' | "${CXX:-g++}" -E -x c++ -
 }
 
+has_verbs() {
+  echo '#include <infiniband/verbs.h>' | "${CXX:-g++}" -E -x c++ -
+}
+
 has_redis() {
   command -v redis-server && command -v redis-benchmark
 }
@@ -53,6 +57,8 @@ for group in "$@"; do
       need libfabric-bin libfabric has_fi_info
       # A header for the checksums of 9_file.
       need libxxhash-dev xxhash-devel has_xxhash
+      # 2_verbs does without libfabric.
+      need libibverbs-dev rdma-core-devel has_verbs
       ;;
     report)
       need python3 python3 command -v python3

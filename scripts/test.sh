@@ -41,7 +41,7 @@ compile_headers() {  # FOLDER CXXFLAGS
   mkdir -p "$1"
   {
     echo "// $flags"
-    cat src/*.cpp | grep -E '^#include <' | grep -v -e cuda -e xxhash | sort -u
+    cat src/*.cpp | grep -E '^#include <' | grep -v -e cuda -e infiniband -e xxhash | sort -u
   } >"$headers.new"
   if ! cmp -s "$headers.new" "$headers" || [ ! -e "$headers.gch" ]; then
     mv "$headers.new" "$headers"

@@ -48,7 +48,7 @@ constexpr size_t kMaxAddressSize = 256;   // bytes
 constexpr size_t kMaxMessageSize = 2048;  // bytes
 constexpr auto kSilenceLimit = 10s;       // then we give up
 constexpr auto kIdlePause = 500us;        // where nothing can wake us
-constexpr auto kContactGrace = 500ms;     // for a message, after a signal
+constexpr auto kContactGrace = 500ms;     // that a client stays, at least
 
 constexpr auto kSpin = 50us;        // of polling, before we sleep
 constexpr auto kCrowded = 100ms;    // we do not poll on a core in demand
@@ -114,13 +114,14 @@ struct Owned {
 std::atomic<bool> g_interrupted = false;
 int g_wake_fd = -1;  // a descriptor that is readable after such a signal
 
-// Called for such a signal. A second one, but for SIGPIPE, ends the process.
+// Handles such a signal. A second one ends the process, unless it is a SIGPIPE,
+// since each line that we print for a reader that has ended brings one.
 void HandleSignal(int signum) {
   if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
   eventfd_write(g_wake_fd, 1);  // wakes a loop that is about to fall asleep
 }
 
-// Has such signals call it. libfabric's libraries bring handlers of their own.
+// Installs HandleSignal. libfabric's libraries bring handlers of their own.
 void CatchSignals() {
   for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
@@ -219,7 +220,7 @@ struct Buffer {
 enum class RdmaOpType { kRecv, kSend };
 
 // A work request: an operation for libfabric to do, and the function to call
-// once when it is done, which may post others.
+// when it is done, which may post others.
 struct RdmaOp {
   fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;

@@ -52,7 +52,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
-constexpr auto kContactGrace = 500ms;      // for a message, after a signal
+constexpr auto kContactGrace = 500ms;      // that a client stays, at least
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
@@ -101,12 +101,13 @@ struct Owned {
 // is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-// Called for such a signal. A second one, but for SIGPIPE, ends the process.
+// Handles such a signal. A second one ends the process, unless it is a SIGPIPE,
+// since each line that we print for a reader that has ended brings one.
 void HandleSignal(int signum) {
   if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
 }
 
-// Has such signals call it. libfabric's libraries bring handlers of their own.
+// Installs HandleSignal. libfabric's libraries bring handlers of their own.
 void CatchSignals() {
   for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
@@ -181,9 +182,9 @@ struct Domain {
   explicit Domain(bool with_gpu) : gpu(with_gpu), info(GetInfo(gpu)) {
     printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
            info->fabric_attr->name, info->fabric_attr->prov_name);
-    // Over shm, whoever asks to hear of the arrival has the other side copy,
-    // under a lock (libfabric 1.17), and waits for ever if that side is killed.
-    // Otherwise we copy ourselves, before a WRITE completes; but no GPU memory.
+    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, under a lock
+    // (libfabric 1.17), and we wait for ever if that side is killed. Without
+    // the flag we copy ourselves before a WRITE completes, but no GPU memory.
     bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
     if (shm && !gpu) info->tx_attr->op_flags = 0;
     // The last WRITE carries a number, as immediate data.
@@ -255,7 +256,7 @@ enum class RdmaOpType { kRecv, kSend, kWrite };
 constexpr const char* kOpNames[] = {"RECV", "SEND", "WRITE"};
 
 // A work request: an operation for libfabric to do, and the function to call
-// once when it is done, which may post others.
+// when it is done, which may post others.
 struct RdmaOp {
   fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;

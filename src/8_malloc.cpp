@@ -54,7 +54,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
-constexpr auto kContactGrace = 500ms;      // for a message, after a signal
+constexpr auto kContactGrace = 500ms;      // that a client stays, at least
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
@@ -62,7 +62,7 @@ constexpr size_t kPageAlign = 4096;  // bytes
 
 constexpr size_t kHugePageSize = 2 << 20;         // bytes
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
-constexpr size_t kPollsPerYield = 64;             // empty ones
+constexpr size_t kPollsPerYield = 64;             // empty polls
 
 constexpr size_t kPoolSize = 256 << 20;       // bytes that the server lends
 constexpr size_t kClientPoolSize = 16 << 20;  // bytes
@@ -112,12 +112,13 @@ struct Owned {
 // is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-// Called for such a signal. A second one, but for SIGPIPE, ends the process.
+// Handles such a signal. A second one ends the process, unless it is a SIGPIPE,
+// since each line that we print for a reader that has ended brings one.
 void HandleSignal(int signum) {
   if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
 }
 
-// Has such signals call it. libfabric's libraries bring handlers of their own.
+// Installs HandleSignal. libfabric's libraries bring handlers of their own.
 void CatchSignals() {
   for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
@@ -262,7 +263,7 @@ enum class RdmaOpType { kRecv, kSend, kWrite, kRead };
 constexpr const char* kOpNames[] = {"RECV", "SEND", "WRITE", "READ"};
 
 // A work request: an operation for libfabric to do, and the function to call
-// once when it is done, which may post others.
+// when it is done, which may post others.
 struct RdmaOp {
   fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;

@@ -1,20 +1,11 @@
 #!/bin/bash
-# Runs a benchmark with a Python that can draw, where there is one:
-# scripts/bench/bench.sh [--variants [NAME...]]   bench.py
-# scripts/bench/bench.sh --file                   bench_file.py
-# scripts/bench/bench.sh --lock                   bench_lock.py
-# scripts/bench/bench.sh --rails                  bench_rails.py
-# scripts/bench/bench.sh --crowd                  bench_crowd.py
+# Runs a benchmark with a Python that can draw, where there is one.
+#
+# Usage: scripts/bench/bench.sh queue|variants|file|lock|rails|crowd
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
 
-program=bench.py
-case ${1-} in
-  --file | --lock | --rails | --crowd)
-    program=bench_${1#--}.py
-    shift
-    ;;
-esac
+name=${1/variants/queue}
 python=$(python_with matplotlib 2>/dev/null) || python=python3
-exec "$python" -B "scripts/bench/$program" "$@"
+exec "$python" -B "scripts/bench/bench_$name.py" "$@"

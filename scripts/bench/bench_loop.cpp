@@ -1,5 +1,5 @@
 // The fastest transfer that a program without any bookkeeping makes on this
-// machine. The benchmark compares 7_queue with it, and the latency of 8_malloc.
+// machine. The benchmark compares 7_queue with it.
 //
 // Usage:
 //   bench_loop copy PAGE_SIZE NUM_PAGES TOTAL
@@ -13,10 +13,7 @@
 //       for FI_DELIVERY_COMPLETE), the number of WRITEs posted between two
 //       readings of the completion queue, and the number of entries read at a
 //       time.
-//   bench_loop latency PAGE_SIZE NUM_PAGES TOTAL ADDRESS PLACE KEY
-//       READs the first page of such a target TOTAL times, one READ at a time.
-// "copy" and "write" print "seconds N", the latter for each SETTINGS; "latency"
-// prints the median.
+// "copy" and "write" print "seconds N", the latter for each SETTINGS.
 //
 // As in 7_queue the pages are on huge pages, and all of them are touched before
 // the clock starts. They are read in order and written in a random order.
@@ -185,7 +182,7 @@ void RunTarget(size_t page_size, size_t count) {
   endpoint.Open();
   size_t size = count * page_size;
   uint8_t* data = Alloc(size);
-  endpoint.Register(data, size, FI_REMOTE_READ | FI_REMOTE_WRITE);
+  endpoint.Register(data, size, FI_REMOTE_WRITE);
 
   uint8_t address[256];
   size_t address_size = sizeof(address);
@@ -285,41 +282,6 @@ void Write(size_t page_size, size_t count, size_t total,
   Run(1, FI_DELIVERY_COMPLETE | FI_REMOTE_CQ_DATA, first);  // ends the target
 }
 
-void Latency(size_t page_size, size_t total, const std::string& address_hex,
-             uint64_t place, uint64_t key) {
-  Endpoint endpoint;
-  endpoint.Open();
-  uint8_t* to = Alloc(page_size);
-  endpoint.Register(to, page_size, FI_READ | FI_WRITE);
-  fi_addr_t target = endpoint.Insert(address_hex);
-  void* desc = fi_mr_desc(endpoint.mr);
-  struct fi_context2 context = {};
-  struct fi_cq_data_entry entry;
-  std::vector<double> seconds;
-  for (size_t i = 0; i < total; ++i) {
-    double start = Now();
-    ssize_t ret = -FI_EAGAIN;
-    while (ret == -FI_EAGAIN) {
-      ret = fi_read(endpoint.ep, to, page_size, desc, target, place, key,
-                    &context);
-      if (ret == -FI_EAGAIN) endpoint.Poll(&entry, 1);
-    }
-    Check(ret, "fi_read");
-    while (endpoint.Poll(&entry, 1) == 0) continue;
-    seconds.push_back(Now() - start);
-  }
-  std::sort(seconds.begin(), seconds.end());
-  printf("seconds %.9f\n", seconds[seconds.size() / 2]);
-  // Ends the target.
-  while (fi_writedata(endpoint.ep, to, page_size, desc, 1, target, place, key,
-                      &context) == -FI_EAGAIN) {
-    endpoint.Poll(&entry, 1);
-  }
-  while (endpoint.Poll(&entry, 1) == 0) continue;
-  // It may be complete and not yet have left.
-  for (double end = Now() + 0.02; Now() < end;) endpoint.Poll(&entry, 1);
-}
-
 int main(int argc, char** argv) {
   setvbuf(stdout, nullptr, _IOLBF, 0);
   std::vector<std::string> args(argv + 1, argv + argc);
@@ -328,9 +290,6 @@ int main(int argc, char** argv) {
   size_t count = number(2);
   if (mode == "copy") Copy(number(1), count, number(3));
   if (mode == "target") RunTarget(number(1), count);
-  if (mode == "latency") {
-    Latency(number(1), number(3), args.at(4), number(5), number(6));
-  }
   if (mode == "write") {
     Write(number(1), count, number(3), args.at(4), number(5), number(6),
           std::vector<Settings>(args.begin() + 7, args.end()));

@@ -118,7 +118,7 @@ class Text:
 
     def shown(self, block):
         """The lines of the finished program that an excerpt or a diff shows, from 0."""
-        if not self.program or block.info not in [*chapters.CPP, "diff"]:
+        if not self.program or block.info not in ("cpp", "diff"):
             return []
         move = self.page.move(block.line) or len(self.states) - 1
         return sorted(self.finished[life] for _, numbers in
@@ -138,7 +138,7 @@ class Text:
                 self.passages.setdefault(at, name)
             place = f' id="{name}" data-lines="{ranges(shown)}"'
         text = (highlight(token.content, CppLexer(stripnl=False), PLAIN)
-                if block.info in chapters.CPP else escape(token.content))
+                if block.info == "cpp" else escape(token.content))
         return f"<pre{place}><code>{text}</code></pre>\n"
 
     def figure(self, source):

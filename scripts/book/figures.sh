@@ -3,37 +3,16 @@
 # build/figures/CHAPTER-1.png and so on. Fails if Mermaid reports an error, and names
 # its chapter and line.
 #
-# Usage: scripts/book/figures.sh [--keep DIR] [CHAPTER...]
-# CHAPTER is each of chapters/*.md, if none is named.
-#   --keep DIR  also copies the figures to DIR
+# Usage: scripts/book/figures.sh [CHAPTER...]     (make figures; chapters/*.md)
 set -euo pipefail
 
 # The tool that drives the browser, and Mermaid itself. Newer versions (from 12 on)
 # need a newer node than Debian 12 has.
 packages=(@mermaid-js/mermaid-cli@11.12.0 puppeteer@23.11.1 mermaid@11.12.2)
 
-usage() {
-  echo "usage: $0 [--keep DIR] [CHAPTER...]" >&2
-  exit 2
-}
-
-keep=
-if [ "${1:-}" = --keep ]; then
-  [ $# -ge 2 ] || usage
-  mkdir -p "$2"
-  keep=$(realpath "$2")
-  shift 2
-fi
-[[ ${1:-} != -* ]] || usage
-# Names on the command line are relative to the folder that we were called in.
-chapters=()
-for chapter in "$@"; do
-  [ -f "$chapter" ] || usage
-  chapters+=("$(realpath "$chapter")")
-done
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
-[ ${#chapters[@]} -gt 0 ] || chapters=(chapters/*.md)
+[ $# -gt 0 ] || set -- chapters/*.md
 
 dir=build/figures
 mkdir -p "$dir"
@@ -44,8 +23,7 @@ split() {  # CHAPTER PREFIX
     /^ *```/ && file { close(file); file = ""; next }
     /^ *```mermaid *$/ { file = prefix "-" ++n ".mmd"; print NR
                          printf "" >file; next }
-    file { print >file }
-    END { if (file) exit 1 }' "$1"
+    file { print >file }' "$1"
 }
 
 rm -f "$dir"/*.png "$dir"/*.mmd
@@ -73,12 +51,9 @@ END
 
 failed=0
 count=0
-for chapter in "${chapters[@]}"; do
+for chapter; do
   name=$(basename "$chapter" .md)
-  lines=$(split "$chapter" "$dir/$name") || {
-    echo "$chapter: error: the last figure does not end" >&2
-    failed=1
-  }
+  lines=$(split "$chapter" "$dir/$name")
   n=0
   for line in $lines; do
     n=$((n + 1))
@@ -88,7 +63,6 @@ for chapter in "${chapters[@]}"; do
       [ -s "$figure.png" ]; then
       count=$((count + 1))
       echo "$chapter:$line: $figure.png"
-      [ -z "$keep" ] || cp "$figure.png" "$keep"
     else
       # Mermaid counts from the line after ```mermaid.
       if [[ $said =~ [Oo]n\ line\ ([0-9]+) ]]; then

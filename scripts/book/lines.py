@@ -11,7 +11,6 @@ Usage: scripts/book/lines.py            the share of each program, which test_ch
 
 import os
 import re
-import subprocess
 import sys
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
@@ -21,10 +20,11 @@ import chapters  # noqa: E402  (the path has to be known)
 import moves  # noqa: E402
 
 # The least share for each program, in percent. Once a chapter quotes more, its number
-# rises. The aims are 60 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
+# rises. The aims are 54 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
 # for 10_lock, and a fifth for the others: there, readers skipped what was quoted only
 # because it was new.
-LEAST = {"2_first": 61, "4_hello": 60, "5_reverse": 70, "6_write": 70, "7_queue": 71,
+LEAST = {"2_first": 61, "2_verbs": 15, "4_hello": 54, "5_reverse": 70, "6_write": 70,
+         "7_queue": 71,
          "8_malloc": 25, "9_file": 20, "10_lock": 32, "11_rails": 20, "12_sleep": 41,
          "13_crowd": 14, "14_strangers": 78}
 
@@ -132,22 +132,6 @@ def check_lines(page):
     return [f"{page.path}: only {quoted:.1f} % of the new lines of "
             f"src/{page.program}.cpp are in an excerpt; LEAST in scripts/book/lines.py "
             f"wants {least} %"]
-
-
-def check_counts(page):
-    """A chapter that says how many lines its step removes and adds is right."""
-    said = re.search(r"removes\s+(\d+)\s+lines\s+and\s+adds\s+(\d+)", page.prose)
-    if said is None or page.before is None:
-        return []
-    paths = [f"{page.root}/src/{name}.cpp" for name in (page.before, page.program)]
-    done = subprocess.run(
-        ["git", "diff", "--no-index", "--numstat", "--patience", *paths],
-        check=False, text=True, capture_output=True)
-    added, removed = done.stdout.split()[:2]
-    if said.groups() == (removed, added):
-        return []
-    return [page.message(chapters.line_at(page.prose, said.start()),
-                         f"the step removes {removed} lines and adds {added}")]
 
 
 def print_moves(page):

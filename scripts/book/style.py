@@ -3,8 +3,7 @@
 other file, so figures.css is copied into each. And each of its elements gets the colours
 of its class as attributes, because not everything that shows a figure knows variables.
 
-Usage: scripts/book/style.py [--check]
-With --check, changes nothing, and fails if a figure has not got this style."""
+Usage: scripts/book/style.py     (make figures)"""
 
 import glob
 import os
@@ -43,7 +42,7 @@ COLOUR = re.compile(r"(fill|stroke): (none|#\w{6}|var\(--([\w-]+)\))(?:; |;?$)")
 
 
 def figures():
-    """All but the terminals: terminals.py draws them in a style of their own."""
+    """All but the terminals, which have a style of their own."""
     return sorted(set(glob.glob(f"{ROOT}/chapters/*.svg")) -
                   {f"{ROOT}/chapters/0_terminals.svg"})
 
@@ -102,21 +101,12 @@ def themed(chart):
 
 
 def main():
-    if sys.argv[1:] not in ([], ["--check"]):
-        sys.exit(__doc__)
-    failed = False
     for path in figures():
-        svg = read(path)
-        good = styled(svg)
-        if svg == good and svg.count(SHEET) == 1:
-            continue
-        if sys.argv[1:] or good.count(SHEET) != 1:
-            print(f"{path}: its style is not that of figures.css", file=sys.stderr)
-            failed = True
-            continue
+        svg = styled(read(path))
+        if svg.count(SHEET) != 1:
+            sys.exit(f"{path}: its style is not that of figures.css")
         with open(path, "w", encoding="utf-8") as figure:
-            figure.write(good)
-    sys.exit(failed)
+            figure.write(svg)
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def excerpt_edits(page):
     edits = {}
     for block in page.blocks:
         try:
-            if block.info in chapters.CPP and (page.program or page.own(block.line)):
+            if block.info == "cpp" and (page.program or page.own(block.line)):
                 edits.update(part_edits(page, block))
             elif block.info == "diff" and page.before:
                 edits.update(diff_edits(page, block))
@@ -79,8 +79,6 @@ def excerpt_edits(page):
 
 
 def part_edits(page, block):
-    if not page.program and chapters.is_whole(block):
-        return {}
     source, start, edits = page.source(block.line)[1], 0, {}
     for index, part in chapters.split(block.lines, chapters.is_gap):
         at = chapters.find(part, source, start) if part else start

@@ -63,10 +63,8 @@ def test_signal(serve):
 
 
 def test_wrong_pace(serve):
-    """A number from 0 to 5000."""
     server = serve("12_sleep")
-    for wrong in ["", "x", "-1", "1.5", "5001"]:
-        client = server.start_client("hello", wrong)
-        assert client.wait() == 2, client.output
-        assert "too many arguments" not in client.output
+    client = server.start_client("hello", "x")
+    assert client.wait() == 2, client.output
+    assert "too many arguments" not in client.output
     server.stop()

@@ -15,6 +15,7 @@ Usage: scripts/moves/moves.py COMMAND ...
   write STEP FILE...   makes the patches from programs: one for each move, named like
                        the move, 3_answer.cpp. A patch that has the name answer already
                        keeps its head; a new one gets that in 3_answer.head
+  write                makes all patches anew; the programs stay as they are
   check [STEP]         do they begin with the parent, end in the program, compile, and
                        stay within their limits?
 
@@ -37,6 +38,7 @@ MOST_ADDED = 120  # lines, in a move
 MOST_ADDED_BY = {"13.1 number": 240}
 MOST_IN_ALL = 1.25  # lines that all moves add, for each one that the step adds
 LONGEST_LINE = 80
+CONTEXT = 1  # lines beside a hunk: what is farther away may change, and the patch stays
 
 
 # ---- What there is ----
@@ -135,8 +137,8 @@ def count(before, after):
     return (int(found[0]), int(found[1])) if found else (0, 0)
 
 
-def make_patch(step, before, after):
-    _, mark, hunks = diff(before, after).partition("\n@@")
+def make_patch(step, before, after, context):
+    _, mark, hunks = diff(before, after, f"-U{context}").partition("\n@@")
     return f"--- a/src/{step}.cpp\n+++ b/src/{step}.cpp{mark}{hunks}" if mark else ""
 
 
@@ -185,7 +187,7 @@ def write(step, moves, heads=None, root=ROOT):
         above = old.get(word(pathlib.Path(move))) or given
         if given and above != given:
             print(f"{move}: its patch keeps its head, which is not {move}.head")
-        made[f"{move}.patch"] = above + make_patch(step, before, after)
+        made[f"{move}.patch"] = above + make_patch(step, before, after, CONTEXT)
         before = after
     if len({word(pathlib.Path(move)) for move in moves}) < len(moves):
         raise ValueError("two moves have the same name")
@@ -308,6 +310,9 @@ def main(arguments):
         heads = {path.stem: path.with_suffix(".head").read_text() for path in files
                  if path.with_suffix(".head").exists()}
         write(rest[0], {path.stem: path.read_text() for path in files}, heads)
+    elif command == "write" and not rest:
+        for step in steps():
+            write(step, dict(zip([path.stem for path in patches(step)], states(step)[1:])))
     elif command == "check" and len(rest) < 2:
         messages = [message for step in rest or steps() for message in check(step)]
         print(*messages, sep="\n", end="\n" if messages else "")

@@ -19,7 +19,7 @@ ibv_devinfo -d rxe0
 # With a device there, verbs is libfabric's first choice, so the tests of the default
 # provider run over verbs.
 export FI_UNIVERSE_SIZE=100
-env -u FI_PROVIDER fi_info -t FI_EP_RDM | sed 4q
+env -u FI_PROVIDER fi_info -t FI_EP_RDM | sed -n 1,4p
 
 test_over() {  # KIND_OF_DEVICE PYTEST_OPTION...
   RDMA=$1 without_symbols "$(python_with pytest xdist)" -m pytest --color=no \

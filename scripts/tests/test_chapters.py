@@ -2,17 +2,15 @@
 of each kind is found, and named by its line."""
 
 import os
-import shutil
-import subprocess
 
 import pytest
 
 import chapters
 import lines
 from chapters import Page
-from harness import PROVIDERS, RXM_BUFFERS
+from harness import RXM_BUFFERS
 from marks import nothing_wrong
-from repository import ROOT, make
+from repository import ROOT
 from small_repository import CHAPTER, STATES, write_moves
 
 PAGES = ["README.md", "scripts/README.md"] + [
@@ -47,9 +45,8 @@ def test_page(path):
 @pytest.mark.parametrize("program", chapters.pages_of_programs(ROOT))
 @pytest.mark.every_program
 def test_lines(program):
-    """Its chapters quote enough of its new lines, and count them right."""
-    page = chapters.pages_of_programs(ROOT)[program]
-    nothing_wrong(lines.check_lines(page) + lines.check_counts(page))
+    """Its chapters quote enough of its new lines."""
+    nothing_wrong(lines.check_lines(chapters.pages_of_programs(ROOT)[program]))
 
 
 @pytest.mark.static
@@ -63,22 +60,6 @@ def test_every_script_is_described():
 @pytest.mark.parametrize("path", PAGES)
 def test_transcripts(run, path):
     nothing_wrong(chapters.check_transcripts(Page(ROOT, path), run))
-
-
-@pytest.mark.parametrize("path", [path for path in PAGES if not Page(ROOT, path).program])
-def test_whole_programs(tmp_path, path):
-    """Chapters without a program may show one. It builds and runs."""
-    for block in filter(chapters.is_whole, Page(ROOT, path).blocks):
-        shutil.copy(f"{ROOT}/Makefile", tmp_path)
-        (tmp_path / "src").mkdir()
-        (tmp_path / "src" / "program.cpp").write_text("\n".join(block.lines) + "\n")
-        make("-C", str(tmp_path), "BUILD=build", "build/program")
-        for provider in PROVIDERS:
-            done = subprocess.run(
-                [tmp_path / "build" / "program"], check=False, text=True,
-                env={**os.environ, "FI_PROVIDER": provider} if provider else None,
-                capture_output=True)
-            assert done.returncode == 0 and provider in done.stdout, done
 
 
 # ---- The checks ----
@@ -123,10 +104,12 @@ FAULTS = {
     "no-longer": ("```cpp\n  return 2;", "```cpp\nint slow() {",
                   ":46: not in src/5_two.cpp, but in move 5.1: \"int slow() {\""),
     "order": ("  return 2;\n", "  return 2;\n  if (fast()) {\n",
-              ":47: not in src/5_two.cpp after the line above it"),
+              ":47: not in src/5_two.cpp at this place"),
     "scope": ("    // ...\n  }", "    // ... in two\n  }", "not in two"),
-    "after": ("+int fast() {", "+int faster() {", ":29: not in move 5.2: \"int faster() {\""),
-    "before": ("-int slow() {", "-int two() {", ":28: not in move 5.1: \"int two() {\""),
+    "after": ("+int fast() {", "+int faster() {",
+              ":29: not in move 5.2 at this place: \"int faster() {\""),
+    "before": ("-int slow() {", "-int two() {",
+               ":28: not in move 5.1 at this place: \"int two() {\""),
     "count": ("slow | +4 −1", "slow | +4 −2", ":7: move 5.1 is +4 −1"),
     "no-row": ("| 5.1 slow", "| slow", "no row in its table is about move 5.1"),
     "no-section": ("## 5.1 A", "## A", "no section is about move 5.1"),
@@ -166,7 +149,7 @@ def test_excerpts_of_ones_own(tmp_path):
         "+++ b/src/mine.cpp\n@@ -2,3 +2,3 @@\n int one() {\n-  return 1;\n+  return mine;\n }\n")
     page = "chapters/appendix_own.md"
     for line, messages in ("  return mine;", []), ("  return 1;", [
-            f'{page}:9: not in scripts/own/mine.patch: "  return 1;"']):
+            f'{page}:9: not in scripts/own/mine.patch at this place: "  return 1;"']):
         (tmp_path / page).write_text("# Own\n\n```sh\ngit apply scripts/own/mine.patch\n"
                                      f"make mine\n```\n\n```cpp\n{line}\n```\n")
         assert chapters.check_excerpts(Page(tmp_path, page)) == messages
@@ -179,7 +162,7 @@ ALIKE = [
     (["a", "...", "b"], ["a", "b", "x"], False),
     (["domain: a, fabric: b/1, provider: tcp;ofi_rxm"],
      ["domain: c, fabric: d::/2, provider: tcp"], True),
-    (["addr=0x00 size=1"], ["addr=0x00 size=2"], False),
+    (["size=1"], ["size=2"], False),
     (["[0.1s] WRITE: 50%, 1/2", "[0.2s] WRITE: 100%, 2/2, bw=1.5Gbps, EAGAIN=1"],
      ["[3.4s] WRITE: 100%, 2/2, bw=44.1Gbps, EAGAIN=99"], True),
     (["client | a", "server | a", "server | b"],

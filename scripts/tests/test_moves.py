@@ -214,7 +214,7 @@ def test_check(tmp_path):
                     "5_two: the moves add 134 lines, 12.18 times the 11 of the step"]:
         assert message in output
     repo.replace("4_one", "  return Count(1);", "  return Count(2);")
-    assert "1_twice.patch: it does not fit at line " in tool(repo, "check")[1]
+    assert "_loop.patch: it does not fit at line " in tool(repo, "check")[1]
 
 
 def test_make(tmp_path):

@@ -1,17 +1,19 @@
 """The programs over real verbs: Soft-RoCE or another RDMA device, which
 scripts/rdma/inside.sh makes available. What the chapters say about verbs is tried
-here; a wrong key is tried in test_messages.py."""
+here; a wrong key is tried in test_messages.py, too."""
 
 import re
 import shutil
 import signal
+import subprocess
 import time
 
 import pytest
 
 from fakes import FakeClient
-from harness import OVER_VERBS, PROGRAMS, is_here
+from harness import OVER_VERBS, PROGRAMS, TIME_FACTOR, is_here
 from messages import BYE, base
+from repository import ROOT, variant
 from table import TABLE
 
 VERBS = "verbs;ofi_rxm"
@@ -149,11 +151,11 @@ with_setpriv = pytest.mark.skipif(shutil.which("setpriv") is None, reason="no se
 @with_setpriv
 @pytest.mark.parametrize("program", RUNNING)
 def test_locked_memory_over_verbs(run, build, program):
-    """A user whose limit of locked memory is low is told so."""
+    """The appendix has a row for what a user with a low limit of locked memory reads."""
     process = run([*LIMITED, "64", f"{build}/{program}"], VERBS)
     assert process.wait() == 1
-    assert re.search(r"^error: .*Cannot allocate memory .*`ulimit -l`", process.output,
-                     re.M), process.output
+    assert re.search(r"^error: .*: Cannot allocate memory$", process.output, re.M), \
+        process.output
 
 
 @with_setpriv
@@ -166,6 +168,142 @@ def test_8_mib_of_locked_memory(run, build, serve):
                      FI_OFI_RXM_BUFFER_SIZE=size)
         assert client.wait() == status
         assert status == 0 or re.search(
-            r"^error: SEND failed: Cannot allocate memory .*`ulimit -l`", client.output,
+            r"^error: SEND failed: Cannot allocate memory$", client.output,
             re.M), client.output
         server.stop()
+
+
+# ---- 2_verbs ----
+
+WITH_ONE_RECV = variant("2_verbs", ("    recv.next = &empty;  // one call posts both\n", ""))
+INLINE = variant(
+    "2_verbs",
+    ("  wanted.cap.max_send_wr", "  wanted.cap.max_inline_data = 64;\n  wanted.cap.max_send_wr"),
+    ("IBV_SEND_SIGNALED;", "IBV_SEND_SIGNALED | IBV_SEND_INLINE;"),
+    ('(qp, &send, &failed), "ibv_post_send");\n',
+     '(qp, &send, &failed), "ibv_post_send");\n    buffer[0][0] = \'J\';\n'))
+roce = pytest.mark.skipif(IWARP, reason="a queue pair of iWARP is connected by others")
+
+
+def typed(process, words):
+    """What it asks to be typed into the other terminal."""
+    return process.wait_for(rf"^{words}:\n  (.*)\n")[1]
+
+
+class Verbs:
+    """A server and a client of 2_verbs. The reader carries what each prints."""
+
+    def __init__(self, run, build, *args, change=lambda address: address):
+        self.server = run([f"{build}/2_verbs"], stdin=subprocess.PIPE)
+        command = typed(self.server, "Run the client with the following command")
+        self.client = run([f"{build}/2_verbs", change(command.split()[1]), *args],
+                          stdin=subprocess.PIPE)
+        self.address = typed(self.client, "Type this into the server's terminal")
+
+    def connect(self):
+        self.server.write(self.address)
+        time.sleep(TIME_FACTOR)  # it says nothing
+        return self
+
+    def enter(self):
+        self.client.write("")
+        return self
+
+    def ends(self, server, client):
+        """With these statuses. What both have printed is on the page, but for numbers."""
+        assert (self.client.wait(), self.server.wait()) == (client, server), self.outputs()
+        with open(f"{ROOT}/chapters/2_verbs.md") as file:
+            page = alike(file.read())
+        for line in self.outputs().splitlines():
+            assert alike(line) in page, line
+
+    def outputs(self):
+        return self.server.output + self.client.output
+
+
+def alike(text):
+    """Without what is another number in each run."""
+    return re.sub(r"\d+,0,::ffff:[\d.]+,[0-9a-f]+,[0-9a-f]+", "ADDRESS",
+                  re.sub(r"\S*build/\S*2_verbs", "2_verbs", text))
+
+
+@roce
+@pytest.mark.parametrize("text", ["", "x", "Hello, world!", "x" * 65536, "x" * 70000],
+                         ids=len)
+def test_verbs(run, build, text):
+    verbs = Verbs(run, build, *([] if text.startswith("H") else [text])).connect().enter()
+    assert verbs.client.wait() == verbs.server.wait() == 0, verbs.outputs()
+    text = text[:65536]
+    assert verbs.server.output.endswith(
+        f"\nReceived {len(text)} bytes: {text}\nMy memory: {text}\n")
+    assert verbs.client.output.endswith(
+        f"\nSent {len(text)} bytes.\nWrote {len(text)} bytes.\n")
+    if text.startswith("H"):
+        verbs.ends(0, 0)
+
+
+@roce
+def test_verbs_too_early(run, build):
+    """The server's queue pair is in INIT."""
+    verbs = Verbs(run, build).enter()
+    assert verbs.client.wait() == 1
+    assert verbs.client.output.endswith("\nerror: SEND: transport retry counter exceeded\n")
+    verbs.server.popen.stdin.close()
+    verbs.ends(1, 1)
+
+
+@roce
+def test_verbs_wrong_key(run, build):
+    """The last digit of the key is another one."""
+    verbs = Verbs(run, build, change=lambda address: (
+        address[:-1] + "10"[address.endswith("1")])).connect().enter()
+    verbs.ends(1, 1)
+    assert verbs.client.output.endswith("\nerror: WRITE: remote access error\n")
+
+
+@roce
+def test_verbs_without_a_recv(run):
+    """A WRITE takes no RECV, and the message after it does."""
+    verbs = Verbs(run, WITH_ONE_RECV()).connect().enter()
+    assert verbs.client.wait() == 1
+    assert verbs.client.output.endswith(
+        "\nSent 13 bytes.\nerror: SEND: RNR retry counter exceeded\n")
+
+
+@roce
+def test_verbs_inline(run):
+    """The exercise: the buffer may be changed at once."""
+    verbs = Verbs(run, INLINE()).connect().enter()
+    assert verbs.client.wait() == verbs.server.wait() == 0, verbs.outputs()
+    assert verbs.server.output.endswith(
+        "\nReceived 13 bytes: Hello, world!\nMy memory: Jello, world!\n")
+
+
+@roce
+def test_verbs_typed_wrong(run, build):
+    server = run([f"{build}/2_verbs"], stdin=subprocess.PIPE)
+    server.wait_for("^Then type")
+    server.write("17,0,here")
+    assert server.wait() == 1
+    assert "\nerror: 17,0,here: that is not what the other side has printed\n" in server.output
+
+
+@pytest.mark.skipif(not IWARP, reason="there is a RoCE device")
+def test_verbs_refuses_iwarp(run, build):
+    server = run([f"{build}/2_verbs"])
+    assert server.wait() == 1
+    assert server.output.startswith("error: no InfiniBand adapter, and none of RoCE ")
+
+
+@roce
+def test_queue_pair_for_each_peer(run, serve):
+    """The one endpoint of 4_hello has them, as page 2½ says of an RDM endpoint."""
+    server = serve("4_hello", VERBS)
+    for count in 1, 2:
+        FakeClient(run, server).send(b"text")
+        server.process.wait_for("^Received 4 bytes: text$", count=count)
+        listed = subprocess.run(["rdma", "res", "show", "qp"], check=True, text=True,
+                                capture_output=True).stdout
+        assert len(re.findall(rf"type RC state RTS .* pid {server.process.popen.pid} ",
+                              listed)) == count, listed
+    server.stop()

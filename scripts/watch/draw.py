@@ -1,11 +1,10 @@
 """Draws "Who owned it when?" of a run that was recorded, and writes it as text.
 
-write(run, folder) makes picture.svg, page.html (the picture with hints, and the text),
-trace.txt and trace.json, which ui.perfetto.dev shows."""
+write(run, folder) makes picture.svg, page.html (the picture with hints, and the text) and
+trace.txt."""
 
 import bisect
 import html
-import json
 import os
 import re
 import sys
@@ -13,8 +12,8 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, f"{HERE}/../book")
 import style  # noqa: E402
-from model import (ATOMIC, NAMES, READ, RECV, REMOTE, SEND, WRITE, credits_in,  # noqa: E402
-                   label, plural, size, span, told, words)
+from model import (NAMES, READ, RECV, REMOTE, SEND, WRITE, credits_in, plural,  # noqa: E402
+                   size, span, told, words)
 
 LABEL, PLOT, RIGHT = 196, 944, 24
 WIDTH = LABEL + PLOT + RIGHT
@@ -26,7 +25,7 @@ style.ROLES.update({"touch": ("green", "green"), "lent": ("amber", "pale-amber")
                     "bad": ("red", "pale-red"), "ink": ("page", "page")})
 OWNERS = {"mine": ("good", "mine: I may touch it"), "flight": ("data", "in flight: hands off"),
           "lent": ("lent", "lent: the others may"), "touch": ("touch", "the program uses it"),
-          "waits": ("idle", "full, and waits"), "bad": ("bad", "wrong")}
+          "bad": ("bad", "wrong")}
 
 
 def ms(run, t):
@@ -57,9 +56,9 @@ def unseen(run):
         if not run.wrongs and (p.status or not p.ended):
             how = f"with status {p.status}" if p.ended else "by a signal, or hasn't ended"
             yield f"what {p.name} would have done next: it ended {how}"
-    if any(not p.checked for p in run.ps):
-        yield ("whether a buffer was changed in flight, or what had been in a slot before: no "
-               "buffer was looked at (WATCH_CHECK=0)")
+    posted = sum(p.unseen for p in run.ps)
+    if posted:
+        yield f"{plural(posted, 'operation')} posted by calls that the recorder does not know"
     if any(r.device for p in run.ps for r in p.regions):
         yield "memory of a GPU is not looked at"
     if not all(p.trapped for p in run.ps):
@@ -103,43 +102,39 @@ def summary(run):
 # ---- The trace ----
 
 def events(run):
-    """All that has happened: when, to whom, in words, and what it is like."""
+    """All that has happened: when, to whom, in words."""
     for p in run.ps:
         for ep in p.eps.values():
-            yield ep.t0, p, f"opens endpoint {ep.number}", None
+            yield ep.t0, p, f"opens endpoint {ep.number}"
             if ep.t1:
                 left = f", with {plural(ep.open, 'operation')} in flight" if ep.open else ""
-                yield ep.t1, p, f"endpoint {ep.number} is closed{left}", None
+                yield ep.t1, p, f"endpoint {ep.number} is closed{left}"
         for r in p.regions:
             shared = r.access & REMOTE
             who = f", which others may READ or WRITE, key {r.key}" if shared else ""
-            if r.id != "-":
-                yield (r.t0, p, f"registers {size(r.size)} as region {r.id}{who}",
-                       None if who else "setup")
+            yield r.t0, p, f"registers {size(r.size)} as region {r.id}{who}"
             if r.t1:
-                yield r.t1, p, f"region {r.id} is closed", "closed"
+                yield r.t1, p, f"region {r.id} is closed"
         for op in p.ops.values():
             yield from op_events(run, p, op)
         for n in p.notices:
             by = f" ({n.op.name()} of {n.op.p.name})" if n.op else ""
-            yield n.t, p, f"number {n.data} has arrived{by}", ("number", n.cq)
+            yield n.t, p, f"number {n.data} has arrived{by}"
         for room in p.rooms:
             times = f"{plural(room.count, 'time')}, until now" if room.count else "it is tried again"
-            yield room.t - 1, p, f"-FI_EAGAIN: no room for a {NAMES[room.what]}; {times}", "room"
+            yield room.t - 1, p, f"-FI_EAGAIN: no room for a {NAMES[room.what]}; {times}"
         for t in p.touches:
             if t.region:
                 at = f"region {t.region.id} + {t.addr - t.region.addr}"
-                verb = "writes" if t.into else "reads"
-                if t.trap:
-                    yield t.t0, p, f"{verb} {at}", ("trap", t.region, t.into)
-                else:
-                    yield (t.t0, p, f"{'pread into' if t.into else 'pwrite of'} {at}: "
-                           f"{size(t.size)}, {span(t.t1 - t.t0)}", None)
+                what = f"{'writes' if t.into else 'reads'} {at}" if t.trap else \
+                    f"{'pread into' if t.into else 'pwrite of'} {at}: {size(t.size)}, " \
+                    f"{span(t.t1 - t.t0)}"
+                yield t.t0, p, what
         yield from waits(run, p)
     for w in run.wrongs:
-        yield w.t + 1, w.p, f"*** WRONG: {w.text} (chapter {w.chapter})", None
+        yield w.t + 1, w.p, f"*** WRONG: {w.text} (chapter {w.chapter})"
     for w in run.notes:
-        yield w.t + 1, w.p, f"*** look: {w.text} (chapter {w.chapter})", None
+        yield w.t + 1, w.p, f"*** look: {w.text} (chapter {w.chapter})"
 
 
 def waits(run, p):
@@ -157,7 +152,7 @@ def waits(run, p):
             back = min((at for at, free in came if free == slot and at > (posted or 0)),
                        default=None)
             if posted and back and back > t.t1:
-                yield t.t1, p, f"slot {slot}: no credit, waits {span(back - t.t1)}", None
+                yield t.t1, p, f"slot {slot}: no credit, waits {span(back - t.t1)}"
 
 
 def op_events(run, p, op):
@@ -169,37 +164,22 @@ def op_events(run, p, op):
     says = f": {words(run, op)}" if op.what == SEND else ""
     room = f"up to {size(op.size)}" if op.what == RECV else size(op.size)
     name = f"{op.name()}{' (inject)' if op.inject else ''}"
-    alike = "setup" if op.what == RECV else ("post", op.what, op.ep) if op.imm is None else None
-    yield op.t0, p, f"{name}, {room}{at}{number}{says}   [{op.id}]", alike
+    yield op.t0, p, f"{name}, {room}{at}{number}{says}   [{op.id}]"
     if op.t1 is None or op.inject:
         return
     if op.what == RECV and not op.error:
         by = f" from {op.match.p.name}" if op.match else ""
-        yield (op.t1, p, f"RECV completed: {size(op.length)}{by}: {words(run, op)}   [{op.id}]",
-               None)
+        yield op.t1, p, f"RECV completed: {size(op.length)}{by}: {words(run, op)}   [{op.id}]"
     else:
         how = f"failed: {op.error}" if op.error else "completed"
-        yield (op.t1, p, f"{op.name()} {how} after {span(op.t1 - op.t0)}   [{op.id}]",
-               None if op.error else ("done", op.what, op.ep))
+        yield op.t1, p, f"{op.name()} {how} after {span(op.t1 - op.t0)}   [{op.id}]"
 
 
 def trace(run):
-    """All that has happened, a line each; of many alike, two."""
-    found = sorted(events(run), key=lambda line: line[0])
+    """All that has happened, a line each."""
     width = max(len(p.name) for p in run.ps)
-    lines, at = [], 0
-    while at < len(found):
-        _, p, _, alike = found[at]
-        end = at + 1
-        while alike and end < len(found) and found[end][3] == alike and found[end][1] is p:
-            end += 1
-        shown = found[at:end] if end - at < 4 else found[at:at + 2]
-        lines += [f"{ms(run, t):>15}  {p.name:{width}}  {text}" for t, p, text, _ in shown]
-        if end - at >= 4:
-            lines.append(f"{'':15}  {p.name:{width}}  … and {end - at - 2} more like this, until "
-                         f"{ms(run, found[end - 1][0])}")
-        at = end
-    return lines
+    return [f"{ms(run, t):>15}  {p.name:{width}}  {text}"
+            for t, p, text in sorted(events(run), key=lambda event: event[0])]
 
 
 def shortened(lines):
@@ -208,7 +188,7 @@ def shortened(lines):
     for line in lines:
         shape = re.sub(r"[0-9.]+( [mµ]?s)?", "0", line)
         seen[shape] = seen.get(shape, 0) + 1
-        if seen[shape] <= 6 or "***" in line:
+        if seen[shape] <= 3 or "***" in line:
             if left:
                 kept.append(f"{'':15}  … {plural(left, 'line')} more like these")
             left = 0
@@ -218,29 +198,6 @@ def shortened(lines):
     return kept + [f"{'':15}  … {plural(left, 'line')} more like these"] * (left > 0)
 
 
-def perfetto(run):
-    """The same as a trace of events, for those who want to zoom."""
-    found = []
-    for p in run.ps:
-        about = {"pid": p.pid, "tid": 0}
-        found.append({**about, "ph": "M", "name": "process_name",
-                      "args": {"name": f"{p.name}: {p.program}"}})
-        for op in p.ops.values():
-            about = {"pid": p.pid, "ts": (op.t0 - run.t0) / 1e3, "cat": NAMES[op.what]}
-            name = f"SEND {words(run, op)}" if op.what == SEND else op.name()
-            more = {"bytes": op.size, "id": op.id, "completed": bool(op.t1)}
-            if op.there:
-                more.update(region=op.there.id, offset=op.offset)
-            # What is in flight at the same time overlaps, so these are asynchronous.
-            about.update(id=f"{p.pid}.{op.id}", tid=op.what, name=name)
-            found.append({**about, "ph": "b", "args": more})
-            found.append({**about, "ph": "e", "ts": (op.end - run.t0) / 1e3})
-    for w in run.wrongs + run.notes:
-        found.append({"ph": "i", "s": "p", "pid": w.p.pid, "tid": 0, "name": w.text,
-                      "ts": (w.t - run.t0) / 1e3})
-    return json.dumps({"traceEvents": found, "displayTimeUnit": "ns"})
-
-
 # ---- Time ----
 
 class Axis:
@@ -248,21 +205,14 @@ class Axis:
     def __init__(self, times, begin, end):
         self.times = sorted({begin, end, *(t for t in times if t and begin <= t <= end)})
         gaps = [b - a for a, b in zip(self.times, self.times[1:])] or [1]
-        if len(gaps) < 150:
-            low, high = min(9.0, 0.6 * PLOT / len(gaps)), max(46.0, 1.6 * PLOT / len(gaps))
-            scale = self.fit(gaps, low, high)
-        else:  # to scale, but for the pauses
-            low, high, active = 0.0, 24.0, sum(gaps)
-            for _ in range(20):
-                active = sum(gap for gap in gaps if gap <= active / 8)
-            pauses = sum(gap > active / 8 for gap in gaps)
-            scale = max(PLOT - 14 - high * pauses, PLOT / 4) / max(active, 1)
-            longest = active / 8
-        self.scale, self.at, self.cuts, x = scale, [LABEL + 4.0], [], LABEL + 4.0
+        low, high = min(9.0, 0.6 * PLOT / len(gaps)), max(46.0, 1.6 * PLOT / len(gaps))
+        if len(gaps) >= 150:  # to scale, but for the pauses
+            low, high = 0.0, 24.0
+        self.scale = self.fit(gaps, low, high)
+        self.at, self.cuts, x = [LABEL + 4.0], [], LABEL + 4.0
         for gap in gaps:
-            cut = gap * scale > high * 1.01 if low else gap > longest
-            step = high if cut else max(gap * scale, low)
-            if cut:
+            step = min(max(gap * self.scale, low), high)
+            if gap * self.scale > high * 1.01:
                 self.cuts.append((x, x + step, gap))
             x += step
             self.at.append(x)
@@ -271,7 +221,7 @@ class Axis:
     def fit(gaps, low, high):
         """The scale at which they are as wide as there is room."""
         less, more = 0.0, 1e3
-        for _ in range(200):
+        for _ in range(60):
             scale = (less + more) / 2
             if sum(min(max(gap * scale, low), high) for gap in gaps) > PLOT - 14:
                 more = scale
@@ -299,7 +249,7 @@ class Lane:
         self.height = THIN if thin else LANE
         self.pieces = []     # (from, to, owner, words, hint, row)
         self.ops, self.there = [], []  # of this process here, of others here
-        self.waits, self.marks, self.overlay = [], [], []
+        self.marks, self.overlay = [], []
         self.is_map, self.rows = False, 1
 
     def add(self, t0, t1, owner, text="", hint="", row=0):
@@ -316,12 +266,6 @@ def lanes_of(run, p):
     for region in p.regions:
         if region.twin is region:
             shared += region_lanes(run, p, region)
-    few = [lane for lane in shared if not lane.is_map and len(lane.ops) + len(lane.there) < 3]
-    if len(few) > 2 * MOST_LANES:  # many regions with an operation each share a map
-        lane = map_lane(p, few[0].region, [op for lane in few for op in lane.ops],
-                        [op for lane in few for op in lane.there])
-        lane.name = f"{len({lane.region.id for lane in few})} regions"
-        shared = [lane for lane in shared if lane not in few] + [lane]
     return own, shared
 
 
@@ -412,7 +356,7 @@ def region_lanes(run, p, region):
             merged.append((at, length))
     lanes = [place_lane(run, p, region, at, length, local) for at, length in merged]
     free = region.size - sum(length for _, length in merged)
-    if free > 0 and region.access & REMOTE and region.id != "-":
+    if free > 0 and region.access & REMOTE:
         end, begin = region.t1 or p.end, lent_at(region)
         lane = Lane(p, f"{size(free)} more", region.t0, end, "", region, thin=True)
         lane.add(region.t0, begin, "mine")
@@ -430,26 +374,13 @@ def lent_at(region):
     return min((t for t in (sent, used) if t), default=region.t0)
 
 
-def edges_between(run, a, b):
-    """The messages and numbers from one process to another, in their order."""
-    if not hasattr(run, "between"):
-        run.between = {}
-        for e in sorted(run.edges, key=lambda e: e.t0):
-            run.between.setdefault((e.a, e.b), []).append(e)
-    return run.between.get((a, b), [])
-
-
 def lent_again(run, p, op, back, touches):
     """When a place was lent again, for this operation: with the last message that its peer
     had got by then or, if the program has touched the place, with the first one after."""
     done = max((t.t1 for t in touches if back <= t.t0 < op.t0), default=None)
-    sent = edges_between(run, p, op.p)
-    fit = []
-    for e in sent[bisect.bisect_left(sent, back, key=lambda e: e.t0):]:
-        if e.t0 > op.t0:
-            break
-        if e.t1 <= op.t0:
-            fit.append(e.t0)
+    sent = run.between.get((p, op.p), [])
+    fit = [e.t0 for e in sent[bisect.bisect_left(sent, back, key=lambda e: e.t0):]
+           if e.t1 <= op.t0]
     after = [t for t in fit if done is None or t >= done]
     return min(after) if done and after else max(fit, default=back)
 
@@ -458,8 +389,7 @@ def place_lane(run, p, region, at, length, local):
     name = f"all {size(length)}" if (at, length) == (0, region.size) else \
         f"{size(length)}, part {at // length}" if at % length == 0 else \
         f"{size(length)} at {at}"
-    where = f"region {region.id} + {size(at) if at else 0}" if region.id != "-" else \
-        "not registered"
+    where = f"region {region.id} + {size(at) if at else 0}"
     end = region.t1 or p.end
     lane = Lane(p, name, region.t0, end, where, region)
 
@@ -476,15 +406,6 @@ def place_lane(run, p, region, at, length, local):
         since = region.t0
         for op in lane.ops:
             lane.add(since, op.t0, "mine", "mine")
-            used = max((t.t1 for t in touches if since <= t.t0 and t.t1 <= op.t0 and t.into),
-                       default=None)
-            if used and op.t0 - used > 100_000:
-                got = max((e for e in edges_between(run, op.target.p, p)
-                           if used <= e.t1 <= op.t0 and e.op),
-                          key=lambda e: e.t1, default=None) if op.target else None
-                if got:
-                    what = words(run, got.op) if got.op.what == SEND else "room"
-                    lane.waits.append((used, op.t0, f"waits for {what}"))
             number = f", number {op.imm}" if op.imm is not None else ""
             lane.add(op.t0, op.end, "bad" if op.wrong else "flight", op.name() + number,
                      f"{op.name()} of {size(op.size)} [{op.id}]")
@@ -546,10 +467,7 @@ def tiny(x, y, content):
 
 def box(x, y, width, height, owner, hint=""):
     hint = f"<title>{html.escape(hint)}</title>" if hint else ""
-    kind = f'class="{OWNERS[owner][0]}"'
-    if owner == "waits":
-        kind += ' style="stroke-dasharray: 3 3; fill: url(#hatch)"'
-    return (f'<rect {kind} x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" '
+    return (f'<rect class="{OWNERS[owner][0]}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 1):.1f}" '
             f'height="{height:.1f}">{hint}</rect>')
 
 
@@ -591,9 +509,6 @@ def draw_lane(run, lane, axis):
         whose = OWNERS[owner][1].split(":")[0]
         yield box(axis(t0), y, axis(t1) - axis(t0), height, owner,
                   f"{whose}{': ' if hint else ''}{hint}, {span(t1 - t0)}, from {ms(run, t0)}")
-    for t0, t1, content in lane.waits:
-        yield box(axis(t0), lane.y + 2, axis(t1) - axis(t0), lane.height - 4, "waits",
-                  f"{content}, {span(t1 - t0)}")
     for op, until in lane.overlay:
         if not is_seen(op.t1, until, "overlay"):
             continue
@@ -617,12 +532,12 @@ def lane_words(lane, axis):
     """What is in the pieces of a lane, where there is room."""
     if lane.thin or lane.is_map:
         return
-    covered = lane.waits + [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
+    covered = [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
     for t0, t1, owner, content, _, row in lane.pieces:
         x, width = free_place(axis(t0), axis(t1), [axis(t) for t in lane.marks])
         if not fits("#1", width):
             continue
-        if owner == "mine" and any(a < t1 and t0 < b for a, b, *_ in covered):
+        if owner == "mine" and any(a < t1 and t0 < b for a, b in covered):
             continue
         y = lane.y + (18 * row + 14 if lane.rows > 1 and owner != "mine" else lane.height / 2 + 5)
         timed = [f"{content}, {span(t1 - t0)}"] if owner == "flight" and content[:4] != "RECV" \
@@ -634,19 +549,12 @@ def lane_words(lane, axis):
                 yield text(x + width / 2, y, shown,
                            "small middle" + (" ink" if owner == "touch" else ""))
                 break
-    for t0, t1, content in lane.waits:
-        width = axis(t1) - axis(t0)
-        for shown in content, content.replace("waits for ", ""), "waits":
-            if fits(shown, width):
-                yield text(axis(t0) + width / 2, lane.y + lane.height / 2 + 5, shown,
-                           "small middle")
-                break
 
 
 def draw_map(run, lane, axis):
     remote = not lane.ops
     ops = sorted(lane.there if remote else lane.ops, key=lambda op: op.t0)
-    begin = lent_at(lane.region) if remote and lane.region.key is not None else lane.begin
+    begin = lent_at(lane.region) if remote else lane.begin
     rows = max(min(lane.height // 2, len(ops)), 1)
     step = lane.height / rows
     for row in range(rows):
@@ -741,8 +649,6 @@ def arrows(run, lanes, axis):
 def legend(run, lanes):
     x = 12
     used = {piece[2] for lane in lanes for piece in lane.pieces} | {"mine", "flight"}
-    if any(lane.waits for lane in lanes):
-        used.add("waits")
     if run.wrongs:
         used.add("bad")
     if any(lane.is_map and lane.there for lane in lanes):
@@ -813,6 +719,9 @@ def drawn(run):
 
 
 def draw(run, title):
+    run.between = {}  # the messages and numbers from one process to another, in their order
+    for e in sorted(run.edges, key=lambda e: e.t0):
+        run.between.setdefault((e.a, e.b), []).append(e)
     ps, others = drawn(run)
     times = [t for t in times_of(ps) if t]
     axis = Axis(times, min(times, default=run.t0), max(times, default=run.end))
@@ -886,7 +795,7 @@ def svg(lines, height, title):
     markers = "".join(owner.marker(kind) for kind in ("call", "data", "wrong")).replace(
         'markerWidth="10" markerHeight="10"', 'markerWidth="8" markerHeight="8"')
     body = "\n".join(f"  {line}" for line in lines)
-    picture = style.styled(f"""\
+    return style.styled(f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" \
 height="{height:.0f}" role="img">
   <title>{html.escape(title)}</title>
@@ -894,17 +803,11 @@ height="{height:.0f}" role="img">
 {style.SHEET}  rect[class] {{ rx: 3px; stroke-width: 1 }}
   </style>
   <defs>
-    <pattern id="hatch" width="7" height="7" patternUnits="userSpaceOnUse"
-             patternTransform="rotate(45)">
-      <path d="M0,0V7" style="stroke: {style.PALETTE["line"]}; stroke-width: 1.4; opacity: 0.6"/>
-    </pattern>
 {markers}  </defs>
 
 {body}
 </svg>
 """)
-    # A page that is printed is light.
-    return picture.replace("@media (prefers", "@media screen and (prefers")
 
 
 def page(picture, lines, found, title):
@@ -915,9 +818,6 @@ def page(picture, lines, found, title):
 
     def list_(all_lines):
         return "\n".join(map(line, all_lines))
-    # On paper, the picture is as wide as the page is, and never longer.
-    across, high = re.search(r'viewBox="0 0 (\d+) (\d+)"', picture).groups()
-    way = "landscape" if int(high) < 0.9 * int(across) else "portrait"
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -927,16 +827,10 @@ body {{ margin: 1em; font: 15px/1.4 Helvetica, Arial, "Liberation Sans", sans-se
 .wide {{ overflow-x: auto }}
 .wide svg {{ max-width: 100%; min-width: 1000px; height: auto }}
 .wrong {{ color: #cf222e; font-weight: bold }} .look {{ color: #8a5a00 }}
-@media screen and (prefers-color-scheme: dark) {{
+@media (prefers-color-scheme: dark) {{
   body {{ background: #0d1117; color: #e6edf3 }}
   .wrong {{ color: #ff7b72 }} .look {{ color: #d29922 }} }}
 pre {{ overflow-x: auto; font-size: 13px }} .found {{ white-space: pre-wrap }}
-@page {{ size: {way}; margin: 12mm }}
-@media print {{
-  :root {{ color-scheme: light }} body {{ margin: 0 }}
-  .wide {{ overflow: visible; break-inside: avoid }}
-  .wide svg {{ display: block; width: 100%; min-width: 0; max-height: 97vh }}
-  pre {{ white-space: pre-wrap; overflow: visible; font-size: 9pt }} }}
 </style>
 <div class="wide">
 {picture}</div>
@@ -950,10 +844,9 @@ def write(run, folder):
     """Writes all files, and returns the lines of the text."""
     title = f"Who owned it when? {run.ps[0].program}: {outcome(run)}"
     lines, picture = trace(run), draw(run, title)
+    shown = shortened(lines) if len(lines) > 2000 else lines
     for name, content in (("picture.svg", picture), ("trace.txt", "\n".join(lines) + "\n"),
-                          ("page.html", page(picture, shortened(lines) if len(lines) > 2000
-                                             else lines, list(summary(run)), title)),
-                          ("trace.json", perfetto(run))):
+                          ("page.html", page(picture, shown, list(summary(run)), title))):
         with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
             file.write(content)
     return lines

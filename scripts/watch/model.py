@@ -21,19 +21,19 @@ import re
 import struct
 import subprocess
 
-(TEXT, PROCESS, REGION, REGION_CLOSED, ENDPOINT, ENDPOINT_CLOSED, PEER, POST, PIECE, NO_ROOM,
- COMPLETE, NOTICE, CHANGED, FLYING, FREED, GONE, TWICE, TOUCH, TRAP, END) = range(1, 21)
+(TEXT, PROCESS, REGION, REGION_CLOSED, ENDPOINT, ENDPOINT_CLOSED, PEER, POST, NO_ROOM,
+ COMPLETE, NOTICE, CHANGED, FLYING, FREED, GONE, UNSEEN, TOUCH, TRAP, END) = range(1, 20)
 SEND, RECV, WRITE, READ, ATOMIC = range(1, 6)
 NAMES = {0: "?", SEND: "SEND", RECV: "RECV", WRITE: "WRITE", READ: "READ",
          ATOMIC: "atomic operation"}
 RECORD = struct.Struct("<QBBHI8Q")
 REMOTE = 1 << 12 | 1 << 13  # FI_REMOTE_READ, FI_REMOTE_WRITE
-HAS_IMM, DELIVERED, INJECTED = 0x80, 0x40, 0x20
+HAS_IMM, INJECTED = 0x80, 0x20
 TRUNCATED = 265  # FI_ETRUNC
 # enum fi_op: those whose result is known from what they brought and what they found. A
 # swap is an ATOMIC_WRITE that fetches.
 SUM, JUST_READ, SWAP, COMPARE_SWAP = 2, 10, 11, 12
-FETCHES, IS_WORD = 0x100, 0x200
+FETCHES = 0x100
 LATER = 1 << 63
 
 
@@ -46,22 +46,20 @@ class Thing:
 class Op:
     """An operation, from its post (t0) to its completion (t1, or None)."""
     __slots__ = ("p", "id", "what", "ep", "addr", "size", "peer", "t0", "t1", "raddr", "rkey",
-                 "data", "imm", "sum", "atomic", "pieces", "length", "error", "errno", "text",
-                 "got", "notice", "match", "target", "there", "offset", "region", "inject",
-                 "delivered", "wrong", "end", "count", "level", "expected")
+                 "data", "imm", "sum", "atomic", "length", "error", "errno", "text", "got",
+                 "notice", "match", "target", "there", "offset", "region", "inject", "wrong",
+                 "end", "count", "expected")
 
     def __init__(self, p, number, bits, ep, time, v, text):
         self.p, self.id, self.what, self.ep, self.t0 = p, number, bits & 15, ep, time
         self.addr, self.size, self.peer, self.raddr, self.rkey, self.data, self.sum, self.atomic = v
         self.imm = self.data if bits & HAS_IMM else None
-        self.inject, self.delivered = bool(bits & INJECTED), bool(bits & DELIVERED)
-        # Its buffer is free again at once. When a WRITE has arrived, nothing tells.
-        self.t1 = time if self.inject and self.what == SEND else None
+        self.inject = bool(bits & INJECTED)
+        self.t1 = time if self.inject else None  # its buffer is free again at once
         self.expected = self.sum if self.what == ATOMIC else None
-        self.pieces = [(self.addr, self.size)]
         self.text, self.error, self.errno, self.length, self.got = text, "", 0, None, 0
         self.notice = self.match = self.target = self.there = self.region = None
-        self.offset, self.count, self.wrong, self.end, self.level = 0, 0, False, time, 0
+        self.offset, self.count, self.wrong, self.end = 0, 0, False, time
 
     def name(self):
         return f"{NAMES[self.what]} #{self.count}" if self.what >= WRITE else NAMES[self.what]
@@ -71,8 +69,7 @@ class Op:
 
     def makes(self):
         """What it has made of a word, or None if that isn't known."""
-        if self.what != ATOMIC or self.atomic & ~0xff != FETCHES | IS_WORD or self.error or \
-                not self.t1:
+        if self.what != ATOMIC or not self.atomic & FETCHES or self.error or not self.t1:
             return None
         return {SUM: self.got + self.data & (1 << 64) - 1, JUST_READ: self.got, SWAP: self.data,
                 COMPARE_SWAP: self.data if self.got == self.expected else self.got
@@ -104,14 +101,14 @@ def records(path):
 def read_process(path):
     early = {}  # completions that another thread had read before their post was noted
     p = Thing(path=path, regions=[], ops={}, eps={}, peers={}, notices=[], touches=[], found=[],
-              rooms=[], lost=0, looked=0, end=0, pid=0, arguments=[], start=None, ended=False,
-              status=0, checked=False, trapped=False)
+              rooms=[], unseen=0, lost=0, end=0, pid=0, arguments=[], start=None, ended=False,
+              status=0, trapped=False)
     for time, kind, what, thing, number, v, text in records(path):
         p.start = p.start or time
         p.end = max(p.end, time)
         if kind == PROCESS:
             p.pid, p.arguments = number, text.decode(errors="replace").rstrip("\0").split("\0")
-            p.checked, p.trapped = map(bool, v[:2])
+            p.trapped = bool(v[0])
         elif kind == REGION:
             p.regions.append(Thing(p=p, id=number, t0=time, t1=None, addr=v[0], size=v[1],
                                    access=v[2], key=v[3], device=bool(v[4]), ops=[], remote=[],
@@ -130,8 +127,6 @@ def read_process(path):
             p.ops[number] = Op(p, number, what, p.eps[thing], time, v, text)
             if number in early:
                 complete(p.ops[number], *early.pop(number))
-        elif kind == PIECE and number in p.ops:
-            p.ops[number].pieces.append((v[0], v[1]))
         elif kind == COMPLETE and number in p.ops:
             complete(p.ops[number], time, v, text)
         elif kind == COMPLETE:
@@ -140,7 +135,7 @@ def read_process(path):
             p.notices.append(Thing(p=p, t=time, cq=thing, data=v[0], op=None))
         elif kind == NO_ROOM:
             p.rooms.append(Thing(p=p, t=time, what=what, ep=thing, count=v[1], size=v[0]))
-        elif kind in (CHANGED, FLYING, FREED, GONE, TWICE):
+        elif kind in (CHANGED, FLYING, FREED, GONE):
             p.found.append(Thing(p=p, t=time, kind=kind, id=number, v=v))
         elif kind == TOUCH:
             p.touches.append(Thing(p=p, t0=time, t1=v[2], addr=v[0], size=v[1], into=bool(what),
@@ -150,7 +145,9 @@ def read_process(path):
                                    where=text.decode(errors="replace"), op=p.ops.get(number),
                                    trap=True, region=None))
         elif kind == END:
-            p.lost, p.looked, p.status, p.ended = v[0], v[1], v[2], True
+            p.lost, p.status, p.ended = v[0], v[1], True
+        elif kind == UNSEEN:
+            p.unseen += 1
     return p
 
 
@@ -196,7 +193,7 @@ def place_ops(p):
         twins[region.addr, region.size] = region.twin
     count = 0
     for op in p.ops.values():
-        op.end = op.t0 if op.inject else op.t1 or op.ep.t1 or p.end
+        op.end = op.t1 or op.ep.t1 or p.end
         if op.what >= WRITE:
             count += 1
             op.count = count
@@ -205,14 +202,6 @@ def place_ops(p):
                 op.region = region.twin
         if op.region:
             op.region.ops.append(op)
-    free = [op for op in p.ops.values() if op.region is None and op.what >= WRITE and op.size]
-    if free:  # over this provider, the program has not registered them
-        at, end = min(op.addr for op in free), max(op.addr + op.size for op in free)
-        p.regions.append(Thing(p=p, id="-", t0=free[0].t0, t1=None, addr=at, size=end - at,
-                               access=0, key=None, device=False, ops=free, remote=[], touches=[]))
-        p.regions[-1].twin = p.regions[-1]
-        for op in free:
-            op.region = p.regions[-1]
     for touch in p.touches:
         for region in places.overlapping(touch.addr // 4096 * 4096, 4096):
             if region.t0 <= touch.t0 and (region.t1 is None or region.t1 >= touch.t0):
@@ -474,7 +463,7 @@ RULES = {
     "words": ("A word that atomic operations change is changed by nothing else", "10"),
     "region": ("A region, and its memory, outlive all that is in flight to or from them", "4"),
     "captured": ("What an operation's callback captures is in flight as well", "4"),
-    "once": ("An operation completes once", "4"),
+    "end": ("What has not completed when its endpoint is closed may have happened, or not", "4"),
     "room": ("A message needs a RECV that waits for it, and is large enough", "4"),
     "failed": ("A failed operation has an owner who is told", "4"),
 }
@@ -484,14 +473,11 @@ class Finder:
     def __init__(self, run):
         self.run = run
         self.said = {}
-        # Of each endpoint, how many RECVs wait until its end; those with any completion.
-        self.waiting, self.listens = {}, set()
+        self.waiting = {}  # of each endpoint, how many RECVs wait until its end
         for p in run.ps:
             for op in p.ops.values():
                 if op.what == RECV and not op.t1:
                     self.waiting[op.ep] = self.waiting.get(op.ep, 0) + 1
-                elif op.what == RECV:
-                    self.listens.add(op.ep)
 
     def wrong(self, p, t, rule, text, op=None, region=None, ops=(), sure=True, key=None):
         """Notes a violation, or something to look at. Of many alike, the first one."""
@@ -520,7 +506,6 @@ class Finder:
                 self.unsaved(region)
                 self.untold(region)
                 self.made(region)
-                self.closed(region)
         for found in run.wrongs, run.notes:
             found.sort(key=lambda w: w.t)
 
@@ -549,9 +534,6 @@ class Finder:
                 self.wrong(p, w.t, "captured", f"{label(self.run, op)} uses a variable of a "
                            "function that has returned, and it is in flight", op,
                            key=("gone", op.what))
-            elif w.kind == TWICE and op:
-                self.wrong(p, w.t, "once", f"{label(self.run, op)} has completed a second time; "
-                           "the program has to bear that", op, sure=False, key=op.what)
 
     def messages(self, p):
         """SENDs without a RECV, and RECVs that are too short."""
@@ -568,15 +550,9 @@ class Finder:
                            f"{span(op.match.t0 - op.t0)} for a RECV", op.match, sure=False,
                            key="late")
             elif not op.match and not op.error:
-                waiting = self.waiting.get(op.target, 0)
-                closed = op.target.t1 or there.end
-                if not waiting and op.t0 < closed:
+                if not self.waiting.get(op.target, 0) and op.t0 < (op.target.t1 or there.end):
                     self.wrong(there, op.t0, "room", f"there was no RECV for {words(run, op)} of "
                                f"{p.name}", op, sure=there.ended, key="none")
-                elif op.t1 and op.target not in self.listens and op.t1 < closed:
-                    self.wrong(there, closed, "room", f"{words(run, op)} of {p.name} had arrived, "
-                               "but the completion of its RECV was never read", op, sure=False,
-                               key="unread")
 
     def completions(self, p):
         for op in p.ops.values():
@@ -584,12 +560,10 @@ class Finder:
                 self.wrong(p, op.t1, "failed", f"{label(self.run, op)} has failed: {op.error}",
                            op, sure=False, key=(op.what, op.error))
         for ep in p.eps.values():
-            cut = [op for op in p.ops.values() if op.ep is ep and op.what != RECV and not op.t1
-                   and not op.inject]
+            cut = [op for op in p.ops.values() if op.ep is ep and op.what != RECV and not op.t1]
             if cut and ep.t1:
-                self.wrong(p, ep.t1, "once", f"{plural(len(cut), NAMES[cut[0].what])} had not "
-                           f"completed when endpoint {ep.number} was closed: nobody knows what "
-                           "became of that", cut[0], sure=False, key="cut")
+                self.wrong(p, ep.t1, "end", f"{plural(len(cut), NAMES[cut[0].what])} had not "
+                           f"completed when endpoint {ep.number} was closed", cut[0], sure=False, key="cut")
 
     def numbers(self, region):
         """A number that was posted while other WRITEs to the same memory were in flight."""
@@ -601,7 +575,7 @@ class Finder:
             while heap and heap[0][0] <= op.t0:
                 heapq.heappop(heap)
             if op.what == WRITE and op.imm is None:
-                heapq.heappush(heap, (LATER if op.inject else op.end, op.id, op))
+                heapq.heappush(heap, (op.end, op.id, op))
                 continue
             if not heap:
                 continue
@@ -621,8 +595,7 @@ class Finder:
                        f"number {op.imm} was posted while {plural(len(heap), 'WRITE')} to the "
                        f"same memory {'were' if len(heap) > 1 else 'was'} in flight, and says "
                        f"nothing about {'these' if len(heap) > 1 else 'it'}{then}",
-                       region=region, ops=under_way, key="number",
-                       sure=not all(o.inject for o in under_way))
+                       region=region, ops=under_way, key="number")
 
     def conflicts(self, region):
         """Operations of the same bytes without an order, one of which changes them."""
@@ -669,18 +642,17 @@ class Finder:
         list_[:] = [*over.values(), *[o for o in list_ if not o.t1 or o.t1 > op.t0][-8:], op]
 
     def conflict(self, region, old, op):
-        kinds, sure = {old.what, op.what}, not old.inject
-        if kinds == {WRITE} and not (old.sum or op.sum):
-            sure = False  # the bytes may be the same: with WATCH_CHECK=0, nobody knows
+        kinds = {old.what, op.what}
         where = f"{size(op.size)} at {size(op.offset)} of region {region.id} of {region.p.name}"
         if kinds == {ATOMIC, WRITE}:
             self.wrong(op.p, op.t0, "words", f"{label(self.run, op)} and {label(self.run, old)}"
                        f"{of(old, op)} change {where}, and neither is known to come first",
-                       op, region, ops=(old,), sure=sure, key="words")
+                       op, region, ops=(old,), key="words")
         elif kinds == {WRITE}:
             self.wrong(op.p, op.t0, "writers", f"{label(self.run, op)} goes where "
                        f"{label(self.run, old)}{of(old, op)} goes, {where}, "
-                       f"{still(old, op)}", op, region, ops=(old,), sure=sure, key="writers")
+                       f"{still(old, op)}", op, region, ops=(old,), key="writers",
+                       sure=bool(old.sum or op.sum))  # in a GPU, the bytes may be the same
         else:  # a READ and a WRITE
             reader, writer = (op, old) if op.what == READ else (old, op)
             mine = old.p is op.p
@@ -688,7 +660,7 @@ class Finder:
                        f"what {label(self.run, writer)}{of(writer, op)} changes, {where}, "
                        f"{still(old, op)}" + ("" if mine else ": fine only if what was READ is "
                                               "checked afterwards"),
-                       op, region, ops=(old,), sure=mine and sure, key="read")
+                       op, region, ops=(old,), sure=mine, key="read")
 
     def touched(self, region):
         """Has the owner touched a place while a WRITE to it, or a READ of it, could come?"""
@@ -729,7 +701,7 @@ class Finder:
                     f"{size(touch.size)} at {size(at)} of region {region.id} are"
                 self.wrong(region.p, touch.t0, "lent", f"{what} {verb} while "
                            f"{label(run, op)} of {op.p.name} may be in flight there: {state} "
-                           f"({how(touch)})", op, region, sure=not op.inject,
+                           f"({how(touch)})", op, region,
                            key=("race", how(touch), op.what))
 
     def unsaved(self, region):
@@ -833,18 +805,6 @@ class Finder:
                        f"{op.got} in the word at {size(at)} of region {region.id}, which no "
                        "operation had made: the program has changed it, while others might", op,
                        region, key=("made", at))
-
-    def closed(self, region):
-        """A region that is closed while others READ or WRITE it."""
-        for op in region.remote:
-            closed, over = op.there.t1, told(self.run, op)
-            if not closed or op.error or op.t0 > closed or over and over <= closed:
-                continue
-            late = op.end > closed
-            self.wrong(region.p, closed, "region", f"region {op.there.id} is closed while "
-                       f"{label(self.run, op)} of {op.p.name} "
-                       f"{'is in flight to it' if late else 'is not known to be over'}", op,
-                       region, sure=late and bool(op.t1), key="closed")
 
 
 def label(run, op):

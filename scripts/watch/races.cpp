@@ -54,7 +54,6 @@ struct Known {
   uint64_t key, base;
 };
 Known* g_known;
-bool g_two_queues = false;
 
 char* Pages(size_t size) {
   return static_cast<char*>(mmap(nullptr, size, PROT_READ | PROT_WRITE,
@@ -69,8 +68,6 @@ struct Side {
   struct fid_fabric* fabric = nullptr;
   struct fid_domain* domain = nullptr;
   struct fid_cq* cq = nullptr;
-  struct fid_cq* sent =
-      nullptr;  // of what we post, if that has a queue of its own
   struct fid_eq* eq = nullptr;
   struct fid_av* av = nullptr;
   struct fid_ep* ep = nullptr;
@@ -109,13 +106,7 @@ struct Side {
     Check(fi_endpoint(domain, info, &ep, nullptr), "fi_endpoint");
     Check(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
     Check(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
-    if (g_two_queues) {
-      Check(fi_cq_open(domain, &cq_attr, &sent, nullptr), "fi_cq_open");
-      Check(fi_ep_bind(ep, &sent->fid, FI_TRANSMIT), "fi_ep_bind");
-    }
-    Check(fi_ep_bind(ep, &cq->fid,
-                     g_two_queues ? FI_RECV : FI_TRANSMIT | FI_RECV),
-          "fi_ep_bind");
+    Check(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
     Check(fi_enable(ep), "fi_enable");
     memory_mr = Register(memory, kMemory);
     own_mr = Register(own, kMemory);
@@ -155,16 +146,12 @@ struct Side {
   }
 
   void Poll() {
-    Poll(cq);
-    if (sent != nullptr) Poll(sent);
-  }
-  void Poll(struct fid_cq* queue) {
     struct fi_cq_data_entry entry;
-    ssize_t ret = fi_cq_read(queue, &entry, 1);
+    ssize_t ret = fi_cq_read(cq, &entry, 1);
     if (ret == -FI_EAGAIN) return;
     if (ret == -FI_EAVAIL) {
       struct fi_cq_err_entry error = {};
-      fi_cq_readerr(queue, &error, 0);
+      fi_cq_readerr(cq, &error, 0);
       completed.insert(error.op_context);
       return;
     }
@@ -284,7 +271,6 @@ struct Side {
     }
     fi_close(&av->fid);
     fi_close(&cq->fid);
-    if (sent != nullptr) fi_close(&sent->fid);
     fi_close(&eq->fid);
     fi_close(&domain->fid);
     fi_close(&fabric->fid);
@@ -317,89 +303,6 @@ __attribute__((noinline)) void SendWithLocalContext(Side& side, bool wrong) {
 }
 
 using Part = std::function<void(Side&, bool wrong)>;
-using PostCall = ssize_t (*)(Side&);
-
-// Stores into a buffer that such a call has posted, before its completion or after it.
-Part StoreAround(const char* what, PostCall post) {
-  return [=](Side& s, bool wrong) {
-    s.Retry(what, [&] { return post(s); });
-    if (wrong) Store(s.own + 10, 'x');
-    s.Wait(s.Tag(1));
-    Store(s.own + 10, 'y');
-    s.Say(0, "end");
-  };
-}
-
-// Copies its buffer, so that it is ours at once; the wrong one is a call that doesn't.
-Part StoreBehind(const char* what, PostCall copies, PostCall lends) {
-  return [=](Side& s, bool wrong) {
-    s.Retry(what, [&] { return (wrong ? lends : copies)(s); });
-    Store(s.own + 10, 'x');
-    if (wrong) s.Wait(s.Tag(1));
-    s.PollFor(5);
-    s.Say(0, "end");
-  };
-}
-
-// Posts it while a WRITE to the same word is in flight, or behind it.
-Part BesideWrite(const char* what, PostCall post, bool completes = true) {
-  return [=](Side& s, bool wrong) {
-    s.PostWrite(0, 0, 8, 0, s.Tag(2));
-    if (!wrong) s.Wait(s.Tag(2));
-    s.Retry(what, [&] { return post(s); });
-    if (wrong) s.Wait(s.Tag(2));
-    if (completes) s.Wait(s.Tag(1));
-    s.Say(0, "end");
-  };
-}
-
-// A short message comes into a RECV that such a call has posted; behind it there is room.
-Part StoreBehindMessage(const char* what, PostCall post) {
-  return [=](Side& s, bool wrong) {
-    for (size_t i = 0; i < kRecvs; ++i) s.Hear();
-    s.Retry(what, [&] { return post(s); });
-    s.Say(1, "go on");
-    if (wrong) Store(s.recvs + 1000, 'x');
-    s.Hear();
-    Store(s.recvs + 1000, 'y');
-  };
-}
-const Part kNineShortOnes = [](Side& s, bool) {
-  for (size_t i = 0; i < kRecvs; ++i) s.Say(0, "short");
-  s.Hear();
-  s.Say(0, "short");
-};
-
-// What the calls take that have one argument for all.
-struct Message {
-  struct iovec iov;
-  void* desc;
-  struct fi_rma_iov place;
-  struct fi_rma_ioc word;
-  struct fi_ioc operand, expected, result;
-  void *operand_desc, *result_desc;
-
-  explicit Message(Side& s, size_t size = kPage)
-      : iov{s.own, size},
-        desc(fi_mr_desc(s.own_mr)),
-        place{g_known[0].base, size, g_known[0].key},
-        word{g_known[0].base, 1, g_known[0].key},
-        operand{s.own + kPage, 1},
-        expected{s.own + 2 * kPage, 1},
-        result{s.own + 3 * kPage, 1},
-        operand_desc(desc),
-        result_desc(desc) {}
-  struct fi_msg Send(Side& s) {
-    return {&iov, &desc, 1, s.peers[0], s.Tag(1), 7};
-  }
-  struct fi_msg_rma Rma(Side& s) {
-    return {&iov, &desc, 1, s.peers[0], &place, 1, s.Tag(1), 7};
-  }
-  struct fi_msg_atomic Atomic(Side& s, enum fi_op what = FI_SUM) {
-    return {&operand, &operand_desc, 1,    s.peers[0], &word,
-            1,        FI_UINT64,     what, s.Tag(1),   0};
-  }
-};
 struct Case {
   const char *name, *rule;
   bool trap;
@@ -425,43 +328,128 @@ Part TakesMany(int count, size_t step) {
   };
 }
 
-// Two sides say that they have done something, and the second is told that the first has.
-// The wrong second doesn't wait for that. It must not come early either: a post that finds
-// no room looks for completions, and would have been told before it was posted.
-Part TellsSecond(const std::string& text) {
+// Posts something with this context.
+using Posting = std::function<void(Side&, void* context)>;
+Posting Writes(size_t from, size_t size, size_t at) {
+  return
+      [=](Side& s, void* context) { s.PostWrite(0, from, size, at, context); };
+}
+Posting Reads(size_t to, size_t size, size_t at) {
+  return [=](Side& s, void* context) { s.PostRead(0, to, size, at, context); };
+}
+const Posting kAdds = [](Side& s, void* context) { s.PostAdd(0, 0, context); };
+
+// Stores into its own memory before what it has posted has completed, or after that.
+Part StoresAround(Posting post, size_t at) {
   return [=](Side& s, bool wrong) {
-    s.Hear();
-    if (wrong) s.Hear();
-    s.Say(2, text);
-    if (!wrong) s.Hear();
+    post(s, s.Tag(1));
+    if (wrong) Store(s.own + at, 'x');
+    s.Wait(s.Tag(1));
+    Store(s.own + at, 'y');
+    s.Say(0, "end");
   };
 }
+
+// Posts one after the other: the wrong one before the first has completed.
+Part InOrder(Posting first, Posting second) {
+  return [=](Side& s, bool wrong) {
+    memset(s.own, 'a', kMemory / 2);
+    first(s, s.Tag(1));
+    if (!wrong) s.Wait(s.Tag(1));
+    second(s, s.Tag(2));
+    if (wrong) s.Wait(s.Tag(1));
+    s.Wait(s.Tag(2));
+    s.Say(0, "end");
+  };
+}
+
+// Does something, and says so. The second of two waits until it is told that the first one
+// is through, and the wrong one doesn't.
+Part DoesFirst(Posting post) {
+  return [=](Side& s, bool) {
+    post(s, s.Tag(1));
+    s.Wait(s.Tag(1));
+    s.Say(0, "done");
+  };
+}
+Part DoesSecond(Posting post) {
+  return [=](Side& s, bool wrong) {
+    memset(s.own, 'b', kPage);
+    if (!wrong) s.Hear();
+    post(s, s.Tag(1));
+    s.Wait(s.Tag(1));
+    s.Say(0, "done");
+    if (wrong) s.Hear();
+  };
+}
+// Tells the second that the first one is through. It must not come early to the wrong one: a
+// post that finds no room looks for completions, and would have been told before it was
+// posted.
+const Part kTellsSecond = [](Side& s, bool wrong) {
+  s.Hear();
+  if (wrong) s.Hear();
+  s.Say(2, "it is through");
+  if (!wrong) s.Hear();
+};
+
+// Saves what comes with a number, twice, and says so: the wrong one, if it is hasty, before
+// it has saved it.
+Part Saves(bool hasty) {
+  return [=](Side& s, bool wrong) {
+    int file = TemporaryFile();
+    for (int i = 0; i < 2; ++i) {
+      s.HearNumber();
+      if (wrong && hasty) s.Say(1, "credit");
+      if (!hasty) s.PollFor(20);
+      if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
+      if (!wrong || !hasty) s.Say(1, "credit");
+    }
+  };
+}
+// WRITEs to one place, with a number each time, and waits for the credit in between; the
+// wrong one, if it is hasty, doesn't.
+Part Fills(bool hasty) {
+  return [=](Side& s, bool wrong) {
+    for (int i = 0; i < 2; ++i) {
+      s.own[0] = static_cast<char>('a' + i);
+      s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+      s.Wait(s.Tag(1));
+      if (!wrong || !hasty) s.Hear();
+    }
+    while (wrong && hasty && s.messages.size() < 2) s.Poll();
+  };
+}
+
+// WRITEs, and says so: the wrong one before the WRITE has completed.
+Part WritesAndSays(size_t size, const std::string& text) {
+  return [=](Side& s, bool wrong) {
+    memset(s.own, 'a', size);
+    s.PostWrite(0, 0, size, 0, s.Tag(1));
+    if (!wrong) s.Wait(s.Tag(1));
+    s.Say(0, text);
+    if (wrong) s.Wait(s.Tag(1));
+  };
+}
+// WRITEs with a number; or does so once it may.
+const Part kWritesNumber = [](Side& s, bool) {
+  s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
+  s.Wait(s.Tag(1));
+};
+const Part kHearsAndWritesNumber = [](Side& s, bool wrong) {
+  s.Hear();
+  kWritesNumber(s, wrong);
+};
 
 const std::vector<Case> kCases = {
     // ---- My own buffer, between post and completion ----
     {"send-store", "flight", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostSend(0, s.own, 2000, s.Tag(1));
-       if (wrong) Store(s.own + 10, 'x');
-       s.Wait(s.Tag(1));
-       Store(s.own + 10, 'y');
-       s.Say(0, "end");
-     }},
+     StoresAround(
+         [](Side& s, void* context) { s.PostSend(0, s.own, 2000, context); },
+         10)},
     {"write-store", "flight", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, 2 * kPage, 0, s.Tag(1));
-       if (wrong) Store(s.own, 'x');
-       s.Wait(s.Tag(1));
-       Store(s.own, 'y');
-       s.Say(0, "end");
-     }},
+     StoresAround(Writes(0, 2 * kPage, 0), 0)},
     {"write-store-far", "flight", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, 32 * kPage, 0, s.Tag(1));
-       if (wrong) Store(s.own + 32 * kPage - 1, 'x');
-       s.Wait(s.Tag(1));
-       s.Say(0, "end");
-     }},
+     StoresAround(Writes(0, 32 * kPage, 0), 32 * kPage - 1)},
     {"recv-store", "flight", false,
      [](Side& s, bool wrong) {
        if (wrong) Store(s.recvs + 1000, 'x');  // behind a short message
@@ -514,22 +502,38 @@ const std::vector<Case> kCases = {
        s.Say(0, "end");
      }},
 
-    {"two-queues-store", "flight", false, kListens,
-     StoreAround("fi_send",
-                 [](Side& s) {
-                   return fi_send(s.ep, s.own, kPage, fi_mr_desc(s.own_mr),
-                                  s.peers[0], s.Tag(1));
-                 })},
+    {"inject-store", "flight", false, kListens,
+     [](Side& s, bool wrong) {
+       s.Retry("a short message", [&] {  // the right call copies it
+         return wrong ? fi_send(s.ep, s.own, 40, fi_mr_desc(s.own_mr),
+                                s.peers[0], s.Tag(1))
+                      : fi_inject(s.ep, s.own, 40, s.peers[0]);
+       });
+       Store(s.own + 10, 'x');
+       if (wrong) s.Wait(s.Tag(1));
+       s.PollFor(5);
+       s.Say(0, "end");
+     }},
+    {"writemsg-store", "flight", false, kListens,
+     StoresAround(
+         [](Side& s, void* context) {
+           struct iovec iov = {s.own, kPage};
+           void* desc = fi_mr_desc(s.own_mr);
+           struct fi_rma_iov place = {g_known[0].base, kPage, g_known[0].key};
+           struct fi_msg_rma msg = {&iov,   &desc, 1,       s.peers[0],
+                                    &place, 1,     context, 0};
+           s.Retry("fi_writemsg", [&] {
+             return fi_writemsg(s.ep, &msg, FI_DELIVERY_COMPLETE);
+           });
+         },
+         10)},
 
     // ---- Memory that is lent ----
-    {"number-first", "number", false, [](Side& s, bool) { s.HearNumber(); },
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.PostWriteNumber(0, 8 * kPage, kPage, 8 * kPage, 7, s.Tag(2));
-       if (wrong) s.Wait(s.Tag(1));
-       s.Wait(s.Tag(2));
-     }},
+    {"number-first", "number", false, kListens,
+     InOrder(Writes(0, 8 * kPage, 0),
+             [](Side& s, void* context) {
+               s.PostWriteNumber(0, 8 * kPage, kPage, 8 * kPage, 7, context);
+             })},
     {"number-over-number", "credit", false,
      [](Side& s, bool wrong) {
        for (int i = 0; i < 3; ++i) {
@@ -558,12 +562,7 @@ const std::vector<Case> kCases = {
        s.Hear();
        Load(s.memory);
      },
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.Say(0, "it is there");
-       if (wrong) s.Wait(s.Tag(1));
-     }},
+     WritesAndSays(kPage, "it is there")},
     // Of several messages that are taken together, each says that one place is filled.
     {"message-first-of-many", "lent", true, TakesMany(2, kPage),
      [](Side& s, bool wrong) {
@@ -591,10 +590,7 @@ const std::vector<Case> kCases = {
        Load(s.memory + 9);
        if (wrong) s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
+     kWritesNumber},
     {"store-while-lent", "lent", true,
      [](Side& s, bool wrong) {
        if (!wrong) Store(s.memory, 'x');
@@ -602,11 +598,7 @@ const std::vector<Case> kCases = {
        if (wrong) Store(s.memory, 'x');
        s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.Hear();
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
+     kHearsAndWritesNumber},
     {"store-again-while-lent", "lent", true,
      [](Side& s, bool wrong) {
        Store(s.memory, 'x');
@@ -615,11 +607,7 @@ const std::vector<Case> kCases = {
        s.Wait(s.Tag(1));
        s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.Hear();
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
+     kHearsAndWritesNumber},
     {"store-while-read", "lent", true,
      [](Side& s, bool wrong) {
        Store(s.memory, 'a');
@@ -641,28 +629,8 @@ const std::vector<Case> kCases = {
        if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
        if (wrong) s.HearNumber();
      },
-     [](Side& s, bool) {
-       s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-       s.Wait(s.Tag(1));
-     }},
-    {"credit-before-saved", "lent", false,
-     [](Side& s, bool wrong) {
-       int file = TemporaryFile();
-       for (int i = 0; i < 2; ++i) {
-         s.HearNumber();
-         if (wrong) s.Say(1, "credit");
-         if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
-         if (!wrong) s.Say(1, "credit");
-       }
-     },
-     [](Side& s, bool) {
-       for (int i = 0; i < 2; ++i) {
-         s.own[0] = static_cast<char>('a' + i);
-         s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-         s.Wait(s.Tag(1));
-         s.Hear();
-       }
-     }},
+     kWritesNumber},
+    {"credit-before-saved", "lent", false, Saves(true), Fills(false)},
     // What is saved too early is named for that, and not for the next WRITE.
     {"saved-too-early", "lent", false,
      [](Side& s, bool) {
@@ -684,37 +652,14 @@ const std::vector<Case> kCases = {
          s.Hear();
        }
      }},
-    {"no-credit", "credit", false,
-     [](Side& s, bool) {
-       int file = TemporaryFile();
-       for (int i = 0; i < 2; ++i) {
-         s.HearNumber();
-         s.PollFor(20);
-         if (pwrite(file, s.memory, kPage, 0) < 0) _exit(1);
-         s.Say(1, "credit");
-       }
-     },
-     [](Side& s, bool wrong) {
-       for (int i = 0; i < 2; ++i) {
-         s.own[0] = static_cast<char>('a' + i);
-         s.PostWriteNumber(0, 0, kPage, 0, 7, s.Tag(1));
-         s.Wait(s.Tag(1));
-         if (!wrong) s.Hear();
-       }
-       while (wrong && s.messages.size() < 2) s.Poll();
-     }},
+    {"no-credit", "credit", false, Saves(false), Fills(true)},
     {"bye-first", "lent", true,
      [](Side& s, bool) {
        s.Hear();
        Store(s.memory, 'm');
        s.PollFor(20);
      },
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.Say(0, "bye");
-       if (wrong) s.Wait(s.Tag(1));
-     }},
+     WritesAndSays(kPage, "bye")},
     {"use-after-free", "lent",
      true,  // of memory that was borrowed: chapter 8
      [](Side& s, bool) {
@@ -733,16 +678,7 @@ const std::vector<Case> kCases = {
 
     // ---- Two operations, one place ----
     {"two-writes", "writers", false, kListens,
-     [](Side& s, bool wrong) {
-       memset(s.own, 'a', kPage);
-       memset(s.own + kPage, 'b', kPage);
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.PostWrite(0, kPage, kPage, 0, s.Tag(2));
-       if (wrong) s.Wait(s.Tag(1));
-       s.Wait(s.Tag(2));
-       s.Say(0, "end");
-     }},
+     InOrder(Writes(0, kPage, 0), Writes(kMemory / 2, kPage, 0))},
     {"two-writes-overlap", "writers", false, kListens,
      [](Side& s, bool wrong) {
        memset(s.own, 'a', 4 * kPage);
@@ -754,21 +690,8 @@ const std::vector<Case> kCases = {
        s.Wait(s.Tag(2));
        s.Say(0, "end");
      }},
-    {"two-writers", "writers", false, TellsSecond("it is free"),
-     [](Side& s, bool) {
-       memset(s.own, 'a', kPage);
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       s.Wait(s.Tag(1));
-       s.Say(0, "done");
-     },
-     [](Side& s, bool wrong) {
-       memset(s.own, 'b', kPage);
-       if (!wrong) s.Hear();
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       s.Wait(s.Tag(1));
-       s.Say(0, "done");
-       if (wrong) s.Hear();
-     }},
+    {"two-writers", "writers", false, kTellsSecond,
+     DoesFirst(Writes(0, kPage, 0)), DoesSecond(Writes(0, kPage, 0))},
     {"told-too-early", "writers",
      false,  // as above, but the first one lies
      [](Side& s, bool) {
@@ -776,13 +699,7 @@ const std::vector<Case> kCases = {
        s.Say(2, "it is free");
        s.Hear();
      },
-     [](Side& s, bool wrong) {
-       memset(s.own, 'a', 8 * kPage);
-       s.PostWrite(0, 0, 8 * kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.Say(0, "done");
-       if (wrong) s.Wait(s.Tag(1));
-     },
+     WritesAndSays(8 * kPage, "done"),
      [](Side& s, bool) {
        memset(s.own, 'b', 8 * kPage);
        s.Hear();
@@ -791,66 +708,17 @@ const std::vector<Case> kCases = {
        s.Say(0, "done");
      }},
     {"read-behind-write", "lent", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.PostRead(0, kPage, kPage, 0, s.Tag(2));
-       if (wrong) s.Wait(s.Tag(1));
-       s.Wait(s.Tag(2));
-       s.Say(0, "end");
-     }},
+     InOrder(Writes(0, kPage, 0), Reads(kPage, kPage, 0))},
     {"write-behind-read", "lent", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostRead(0, kPage, 8 * kPage, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.PostWrite(0, 0, kPage, 0, s.Tag(2));
-       if (wrong) s.Wait(s.Tag(1));
-       s.Wait(s.Tag(2));
-       s.Say(0, "end");
-     }},
-    {"read-what-is-written", "lent", false, TellsSecond("it is there"),
-     [](Side& s, bool) {
-       s.PostWrite(0, 0, kPage, 0, s.Tag(1));
-       s.Wait(s.Tag(1));
-       s.Say(0, "done");
-     },
-     [](Side& s, bool wrong) {
-       if (!wrong) s.Hear();
-       s.PostRead(0, 0, kPage, 0, s.Tag(1));
-       s.Wait(s.Tag(1));
-       s.Say(0, "done");
-       if (wrong) s.Hear();
-     }},
+     InOrder(Reads(kPage, 8 * kPage, 0), Writes(0, kPage, 0))},
+    {"read-what-is-written", "lent", false, kTellsSecond,
+     DoesFirst(Writes(0, kPage, 0)), DoesSecond(Reads(0, kPage, 0))},
     {"add-beside-write", "words", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, 8, 0, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.PostAdd(0, 0, s.Tag(2));
-       if (wrong) s.Wait(s.Tag(1));
-       s.Wait(s.Tag(2));
-       s.Say(0, "end");
-     }},
-    {"add-beside-anothers-write", "words", false, TellsSecond("it is set"),
-     [](Side& s, bool) {
-       s.PostWrite(0, 0, 8, 0, s.Tag(1));
-       s.Wait(s.Tag(1));
-       s.Say(0, "done");
-     },
-     [](Side& s, bool wrong) {
-       if (!wrong) s.Hear();
-       s.PostAdd(0, 0, s.Tag(1));
-       s.Wait(s.Tag(1));
-       s.Say(0, "done");
-       if (wrong) s.Hear();
-     }},
+     InOrder(Writes(0, 8, 0), kAdds)},
+    {"add-beside-anothers-write", "words", false, kTellsSecond,
+     DoesFirst(Writes(0, 8, 0)), DoesSecond(kAdds)},
     {"operand-store", "flight", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostAdd(0, 0, s.Tag(1));
-       if (wrong) Store(s.own + kMemory - 2 * kPage, 5);
-       s.Wait(s.Tag(1));
-       Store(s.own + kMemory - 2 * kPage, 5);
-       s.Say(0, "end");
-     }},
+     StoresAround(kAdds, kMemory - 2 * kPage)},
     {"other-thread-polls", "flight", false, kListens,
      [](Side& s, bool wrong) {
        std::atomic<int> count = 0;
@@ -900,15 +768,9 @@ const std::vector<Case> kCases = {
          s.Say(0, "done");
        }
      }},
-    {"unlock-first", "number", false, kListens,
-     [](Side& s, bool wrong) {
-       s.PostWrite(0, 0, 8 * kPage, kPage, s.Tag(1));
-       if (!wrong) s.Wait(s.Tag(1));
-       s.PostAdd(0, 0, s.Tag(2));  // what says that it is there
-       if (wrong) s.Wait(s.Tag(1));
-       s.Wait(s.Tag(2));
-       s.Say(0, "end");
-     }},
+    {"unlock-first", "number", false,
+     kListens,  // the sum says that it is there
+     InOrder(Writes(0, 8 * kPage, kPage), kAdds)},
 
     // ---- Memory that goes ----
     {"region-closed", "region", false, kListens,
@@ -988,235 +850,21 @@ const std::vector<Case> kCases = {
      }},
 };
 
-// Every other call that posts.
-const std::vector<Case> kCalls = {
-    {"sendv-store", "flight", false, kListens,
-     StoreAround("fi_sendv",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_sendv(s.ep, &m.iov, &m.desc, 1, s.peers[0],
-                                   s.Tag(1));
-                 })},
-    {"sendmsg-store", "flight", false, kListens,
-     StoreAround("fi_sendmsg",
-                 [](Side& s) {
-                   Message m(s);
-                   struct fi_msg msg = m.Send(s);
-                   return fi_sendmsg(s.ep, &msg, FI_DELIVERY_COMPLETE);
-                 })},
-    {"senddata-store", "flight", false, kListens,
-     StoreAround("fi_senddata",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_senddata(s.ep, s.own, kPage, m.desc, 7, s.peers[0],
-                                      s.Tag(1));
-                 })},
-    {"inject-store", "flight", false, kListens,
-     StoreBehind(
-         "fi_inject",
-         [](Side& s) { return fi_inject(s.ep, s.own, 40, s.peers[0]); },
-         [](Side& s) {
-           Message m(s);
-           return fi_send(s.ep, s.own, 40, m.desc, s.peers[0], s.Tag(1));
-         })},
-    {"injectdata-store", "flight", false, kListens,
-     StoreBehind(
-         "fi_injectdata",
-         [](Side& s) { return fi_injectdata(s.ep, s.own, 40, 7, s.peers[0]); },
-         [](Side& s) {
-           Message m(s);
-           return fi_senddata(s.ep, s.own, 40, m.desc, 7, s.peers[0], s.Tag(1));
-         })},
-    {"sendmsg-inject-store", "flight", false, kListens,
-     StoreBehind(
-         "fi_sendmsg",
-         [](Side& s) {
-           Message m(s, 40);
-           struct fi_msg msg = m.Send(s);
-           return fi_sendmsg(s.ep, &msg, FI_INJECT);
-         },
-         [](Side& s) {
-           Message m(s, 40);
-           struct fi_msg msg = m.Send(s);
-           return fi_sendmsg(s.ep, &msg, 0);
-         })},
-    {"recvv-store", "flight", false,
-     StoreBehindMessage("fi_recvv",
-                        [](Side& s) {
-                          struct iovec iov = {s.recvs, kPage};
-                          void* desc = fi_mr_desc(s.recv_mr);
-                          return fi_recvv(s.ep, &iov, &desc, 1, FI_ADDR_UNSPEC,
-                                          s.recvs);
-                        }),
-     kNineShortOnes},
-    {"recvmsg-store", "flight", false,
-     StoreBehindMessage("fi_recvmsg",
-                        [](Side& s) {
-                          struct iovec iov = {s.recvs, kPage};
-                          void* desc = fi_mr_desc(s.recv_mr);
-                          struct fi_msg msg = {&iov,           &desc,   1,
-                                               FI_ADDR_UNSPEC, s.recvs, 0};
-                          return fi_recvmsg(s.ep, &msg, 0);
-                        }),
-     kNineShortOnes},
-    {"writev-store", "flight", false, kListens,
-     StoreAround("fi_writev",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_writev(s.ep, &m.iov, &m.desc, 1, s.peers[0],
-                                    g_known[0].base, g_known[0].key, s.Tag(1));
-                 })},
-    {"writemsg-store", "flight", false, kListens,
-     StoreAround("fi_writemsg",
-                 [](Side& s) {
-                   Message m(s);
-                   struct fi_msg_rma msg = m.Rma(s);
-                   return fi_writemsg(s.ep, &msg, FI_DELIVERY_COMPLETE);
-                 })},
-    {"writedata-store", "flight", false, kListens,
-     StoreAround("fi_writedata",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_writedata(s.ep, s.own, kPage, m.desc, 7,
-                                       s.peers[0], g_known[0].base,
-                                       g_known[0].key, s.Tag(1));
-                 })},
-    {"inject-write-store", "flight", false, kListens,
-     StoreBehind(
-         "fi_inject_write",
-         [](Side& s) {
-           return fi_inject_write(s.ep, s.own, 40, s.peers[0], g_known[0].base,
-                                  g_known[0].key);
-         },
-         [](Side& s) {
-           Message m(s);
-           return fi_write(s.ep, s.own, 40, m.desc, s.peers[0], g_known[0].base,
-                           g_known[0].key, s.Tag(1));
-         })},
-    {"inject-number-first", "number", false, kListens,
-     BesideWrite(
-         "fi_inject_writedata",
-         [](Side& s) {
-           return fi_inject_writedata(s.ep, s.own, 40, 7, s.peers[0],
-                                      g_known[0].base + kPage, g_known[0].key);
-         },
-         false)},
-    {"readv-behind-write", "lent", false, kListens,
-     BesideWrite("fi_readv",
-                 [](Side& s) {
-                   Message m(s, 8);
-                   m.iov.iov_base = s.own + kPage;
-                   return fi_readv(s.ep, &m.iov, &m.desc, 1, s.peers[0],
-                                   g_known[0].base, g_known[0].key, s.Tag(1));
-                 })},
-    {"readmsg-behind-write", "lent", false, kListens,
-     BesideWrite("fi_readmsg",
-                 [](Side& s) {
-                   Message m(s, 8);
-                   m.iov.iov_base = s.own + kPage;
-                   struct fi_msg_rma msg = m.Rma(s);
-                   return fi_readmsg(s.ep, &msg, 0);
-                 })},
-    {"atomic-beside-write", "words", false, kListens,
-     BesideWrite("fi_atomic",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_atomic(s.ep, m.operand.addr, 1, m.desc, s.peers[0],
-                                    m.word.addr, m.word.key, FI_UINT64, FI_SUM,
-                                    s.Tag(1));
-                 })},
-    {"atomicv-beside-write", "words", false, kListens,
-     BesideWrite("fi_atomicv",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_atomicv(s.ep, &m.operand, &m.desc, 1, s.peers[0],
-                                     m.word.addr, m.word.key, FI_UINT64, FI_SUM,
-                                     s.Tag(1));
-                 })},
-    {"atomicmsg-beside-write", "words", false, kListens,
-     BesideWrite("fi_atomicmsg",
-                 [](Side& s) {
-                   Message m(s);
-                   struct fi_msg_atomic msg = m.Atomic(s);
-                   return fi_atomicmsg(s.ep, &msg, FI_DELIVERY_COMPLETE);
-                 })},
-    {"inject-atomic-beside-write", "words", false, kListens,
-     BesideWrite(
-         "fi_inject_atomic",
-         [](Side& s) {
-           Message m(s);
-           return fi_inject_atomic(s.ep, m.operand.addr, 1, s.peers[0],
-                                   m.word.addr, m.word.key, FI_UINT64, FI_SUM);
-         },
-         false)},
-    {"fetchv-beside-write", "words", false, kListens,
-     BesideWrite("fi_fetch_atomicv",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_fetch_atomicv(s.ep, &m.operand, &m.operand_desc, 1,
-                                           &m.result, &m.result_desc, 1,
-                                           s.peers[0], m.word.addr, m.word.key,
-                                           FI_UINT64, FI_SUM, s.Tag(1));
-                 })},
-    {"fetchmsg-beside-write", "words", false, kListens,
-     BesideWrite("fi_fetch_atomicmsg",
-                 [](Side& s) {
-                   Message m(s);
-                   struct fi_msg_atomic msg = m.Atomic(s);
-                   return fi_fetch_atomicmsg(s.ep, &msg, &m.result,
-                                             &m.result_desc, 1, 0);
-                 })},
-    {"compare-beside-write", "words", false, kListens,
-     BesideWrite("fi_compare_atomic",
-                 [](Side& s) {
-                   Message m(s);
-                   return fi_compare_atomic(
-                       s.ep, m.operand.addr, 1, m.desc, m.expected.addr, m.desc,
-                       m.result.addr, m.desc, s.peers[0], m.word.addr,
-                       m.word.key, FI_UINT64, FI_CSWAP, s.Tag(1));
-                 })},
-    {"comparev-beside-write", "words", false, kListens,
-     BesideWrite("fi_compare_atomicv",
-                 [](Side& s) {
-                   Message m(s);
-                   void* desc = m.desc;
-                   return fi_compare_atomicv(
-                       s.ep, &m.operand, &m.operand_desc, 1, &m.expected, &desc,
-                       1, &m.result, &m.result_desc, 1, s.peers[0], m.word.addr,
-                       m.word.key, FI_UINT64, FI_CSWAP, s.Tag(1));
-                 })},
-    {"comparemsg-beside-write", "words", false, kListens,
-     BesideWrite("fi_compare_atomicmsg",
-                 [](Side& s) {
-                   Message m(s);
-                   void* desc = m.desc;
-                   struct fi_msg_atomic msg = m.Atomic(s, FI_CSWAP);
-                   return fi_compare_atomicmsg(s.ep, &msg, &m.expected, &desc,
-                                               1, &m.result, &m.result_desc, 1,
-                                               0);
-                 })},
-};
-
 int main(int argc, char** argv) {
   if (argc == 2 && strcmp(argv[1], "--list") == 0) {
-    for (const auto* cases : {&kCases, &kCalls}) {
-      for (const Case& one : *cases)
-        printf("%s %s %s\n", one.name, one.rule, one.trap ? "trap" : "");
-    }
+    for (const Case& one : kCases)
+      printf("%s %s %s\n", one.name, one.rule, one.trap ? "trap" : "");
     return 0;
   }
   const Case* found = nullptr;
-  for (const auto* cases : {&kCases, &kCalls}) {
-    for (const Case& one : *cases) {
-      if (argc == 3 && strcmp(argv[1], one.name) == 0) found = &one;
-    }
+  for (const Case& one : kCases) {
+    if (argc == 3 && strcmp(argv[1], one.name) == 0) found = &one;
   }
   if (found == nullptr) {
     fprintf(stderr, "usage: races --list | races NAME wrong|right\n");
     return 2;
   }
   bool wrong = strcmp(argv[2], "wrong") == 0;
-  g_two_queues = strncmp(found->name, "two-queues", 10) == 0;
   g_known = static_cast<Known*>(mmap(nullptr, kSides * sizeof(Known),
                                      PROT_READ | PROT_WRITE,
                                      MAP_SHARED | MAP_ANONYMOUS, -1, 0));

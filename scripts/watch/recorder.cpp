@@ -4,7 +4,6 @@
 // Usage: WATCH=FOLDER LD_PRELOAD=build/watch.so PROGRAM...
 //   WATCH=FOLDER   each process writes FOLDER/PID.watch; without it, nothing is recorded
 //   WATCH_MB=N     a file has at most N MB (256); what comes later is only counted
-//   WATCH_CHECK=0  buffers are not looked at: who changes one in flight is not seen
 //   WATCH_TRAP=1   memory in flight, or lent, cannot be touched (mprotect), so that each
 //                  touch is seen and names its line. Slow. Of a page only the first touch
 //                  between two posts or completions is seen, so completions then come one by
@@ -16,7 +15,9 @@
 //
 // As in scripts/tests/reorder.cpp, each object of libfabric gets its own copies of its
 // tables of functions. Behind strict.so or reorder.so, if LD_PRELOAD names these after
-// watch.so, it sees what the program sees.
+// watch.so, it sees what the program sees. Of the calls that post, it knows those that the
+// tutorial makes, with one buffer or one word; what others have posted is counted as it
+// completes.
 
 #include <dlfcn.h>
 #include <errno.h>
@@ -54,18 +55,10 @@
 #include <utility>
 #include <vector>
 
-// Summing up buffers is most of what recording costs. xxHash does it as fast as memory
-// is, if it may use these instructions.
-#if defined(__x86_64__) && !defined(__clang__) && __has_include(<xxhash.h>)
-#define FASTER
-#pragma GCC push_options
-#pragma GCC target("avx2")
+// Summing up buffers is most of what recording costs. xxHash does it as fast as memory is.
+#if __has_include(<xxhash.h>)
 #define XXH_INLINE_ALL
 #include <xxhash.h>
-static uint64_t Faster(const char* data, size_t size) {
-  return XXH3_64bits(data, size);
-}
-#pragma GCC pop_options
 #endif
 
 #define VISIBLE extern "C" __attribute__((visibility("default")))
@@ -83,8 +76,7 @@ enum Kind : uint8_t {
   kEndpointClosed,  //
   kPeer,            // number; text: its name
   kPost,  // data, size, peer, remote address, key, immediate data or operand, sum or
-          // expected word, fi_op with the bits below
-  kPiece,   // data, size: a buffer of several pieces, after its kPost
+          // expected word, fi_op with the bit below
   kNoRoom,  // of how many bytes, how often until now
   kComplete,  // length, immediate data, error, sum; text: the error, or the payload
   kNotice,  // immediate data, length
@@ -92,19 +84,17 @@ enum Kind : uint8_t {
   kFlying,  // a region is closed, or memory is freed, with it in flight
   kFreed,   // a region whose memory is freed
   kGone,    // an operation's buffer or record lies in a frame that has returned
-  kTwice,   // it has completed before
+  kUnseen,  // a completion of what none of the calls below has posted
   kTouch,   // pread or pwrite: data, size, end
   kTrap,    // address, region, whether it was written; text: where
-  kEnd  // records that were dropped; how many bytes of buffers were looked at
+  kEnd      // records that were dropped, the status that the program ends with
 };
 enum What : uint8_t { kSend = 1, kRecv, kWrite, kRead, kAtomic };
 
 // Bits beside What.
-constexpr uint8_t kHasImm = 0x80, kDelivered = 0x40, kInjected = 0x20;
-// Bits beside an fi_op: its result is known; it is about one integer of 64 bits.
-constexpr uint64_t kFetches = 0x100, kIsWord = 0x200;
-// A bit beside the flags of an operation: it has no completion.
-constexpr uint64_t kSilent = uint64_t{1} << 63;
+constexpr uint8_t kHasImm = 0x80, kInjected = 0x20;
+// A bit beside an fi_op: its result is known.
+constexpr uint64_t kFetches = 0x100;
 
 struct Record {
   uint64_t time;  // ns, CLOCK_MONOTONIC, which all processes of a host share
@@ -125,13 +115,11 @@ long Setting(const char* name, long otherwise) {
   const char* value = getenv(name);
   return value ? atol(value) : otherwise;
 }
-const bool g_check = Setting("WATCH_CHECK", 1);
 bool g_trap = Setting("WATCH_TRAP", 0);
 // Of a longer text, the rest is not shown. A longer buffer is not copied, but summed up, in
 // blocks. Of a RECV, whose beginning a message may fill, there has to be a copy.
 constexpr size_t kShown = 320, kCopied = 4096, kBlock = 4096,
                  kCopiedOfRecv = size_t{1} << 16;
-std::atomic<uint64_t> g_looked = 0;  // bytes of buffers, each time
 
 uint64_t Now() {
   struct timespec now;
@@ -166,12 +154,9 @@ void CloseFile(int status, void*) {
   size_t next = g_next;
   // There is room for one more: see OpenFile.
   g_records[std::min(next, g_capacity)] = {
-      Now(),
-      kEnd,
-      0,
-      0,
-      0,
-      {next > g_capacity ? next - g_capacity : 0, g_looked, uint64_t(status)}};
+      Now(), kEnd,
+      0,     0,
+      0,     {next > g_capacity ? next - g_capacity : 0, uint64_t(status)}};
   size_t used = std::min(next, g_capacity) + 1;
   g_records = nullptr;
   if (ftruncate(g_file, static_cast<off_t>(used * sizeof(Record))) != 0) return;
@@ -202,7 +187,7 @@ void OpenFile() {
   int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
   ssize_t size = fd < 0 ? 0 : read(fd, arguments, sizeof(arguments));
   if (fd >= 0) close(fd);
-  Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {g_check, g_trap}, arguments,
+  Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {g_trap}, arguments,
       size_t(std::max<ssize_t>(size, 0)));
   on_exit(CloseFile, nullptr);
 }
@@ -231,45 +216,26 @@ struct Endpoint {
   struct fi_ops_msg* msg = nullptr;
   struct fi_ops_rma* rma = nullptr;
   struct fi_ops_atomic* atomic = nullptr;
-  size_t refused = 0;     // posts since the last that found room
-  uint64_t op_flags = 0;  // for calls that have no flags
+  size_t refused = 0;  // posts since the last that found room
 };
-
-struct Piece {
-  char* data;
-  size_t size;
-};
-constexpr size_t kMostPieces = 8;
-constexpr size_t kMostContexts = 1 << 16;  // whose last operations are known
 
 struct Op {
   uint32_t id;
   What what;
   Endpoint* ep;
-  size_t count;  // pieces
-  std::array<Piece, kMostPieces> pieces;
-  bool device;
+  char* data;
+  size_t size;
+  bool device = false;
   uint64_t sum = 0;  // 0: not known yet
   // What its buffer was like: of a short one the bytes, of a long one the sum of each block.
   std::vector<char> copy = {};
   std::vector<uint64_t> sums = {};
   // Of an atomic operation, the operand, and what it was.
   const void* operand = nullptr;
-  size_t width = 0;
   uint64_t was = 0;
 
-  char* data() const { return pieces[0].data; }
-  size_t size() const {
-    size_t sum = 0;
-    for (size_t i = 0; i < count; ++i) sum += pieces[i].size;
-    return sum;
-  }
   bool Has(uintptr_t at) const {
-    return std::any_of(pieces.begin(), pieces.begin() + count,
-                       [&](const Piece& piece) {
-                         return uintptr_t(piece.data) <= at &&
-                                at < uintptr_t(piece.data) + piece.size;
-                       });
+    return uintptr_t(data) <= at && at < uintptr_t(data) + size;
   }
   // Whether libfabric writes into it.
   bool IsTarget() const { return what == kRecv || what == kRead; }
@@ -298,7 +264,6 @@ struct Domain {
   bool text;
   struct fi_ops_domain* real;
   struct fi_ops_mr* mr;
-  uint64_t op_flags;
 };
 std::unordered_map<struct fid*, Domain> g_domains;
 std::map<uintptr_t, std::pair<struct fid*, Region>>
@@ -306,8 +271,6 @@ std::map<uintptr_t, std::pair<struct fid*, Region>>
 std::unordered_map<struct fid*, uintptr_t> g_region_ids;
 Flight g_flight;
 std::map<uintptr_t, uint32_t> g_buffers;  // what is in flight, by its address
-std::unordered_map<void*, uint32_t>
-    g_last;  // the last operation of each context
 // A function that is being called, by its code and by the end of its frame.
 using Owner = std::pair<void*, uintptr_t>;
 Owner OwnerOf(uintptr_t at);
@@ -338,36 +301,23 @@ struct Lock {
 
 // Sums up bytes.
 uint64_t Sum(const char* data, size_t size) {
-  g_looked.fetch_add(size, std::memory_order_relaxed);
-#ifdef FASTER
-  static const bool is_there = __builtin_cpu_supports("avx2");
-  if (is_there) return Faster(data, size);
+#ifdef XXH_INLINE_ALL
+  return XXH3_64bits(data, size);
+#else
+  uint64_t sum = size;
+  for (size_t i = 0; i < size; ++i)
+    sum = (sum ^ uint8_t(data[i])) * 0x100000001b3u;
+  return sum;
 #endif
-  uint64_t sums[4] = {size, 1, 2, 3};  // beside each other, for speed
-  size_t i = 0;
-  for (; i + 32 <= size; i += 32) {
-    for (size_t k = 0; k < 4; ++k) {
-      uint64_t word;
-      memcpy(&word, data + i + 8 * k, 8);
-      sums[k] = (sums[k] ^ word) * 0x9e3779b97f4a7c15u;
-      sums[k] ^= sums[k] >> 29;
-    }
-  }
-  for (; i < size; ++i)
-    sums[i % 4] = (sums[i % 4] ^ uint8_t(data[i])) * 0x100000001b3u;
-  return ((sums[0] * 31 + sums[1]) * 31 + sums[2]) * 31 + sums[3];
 }
 
-// Sums up a buffer, block by block. A block ends where a piece does.
+// Sums up a buffer, block by block.
 uint64_t Sum(const Op& op, std::vector<uint64_t>* sums = nullptr) {
   uint64_t sum = 0;
-  for (size_t i = 0; i < op.count; ++i) {
-    const auto [data, size] = op.pieces[i];
-    for (size_t at = 0; at < size; at += kBlock) {
-      uint64_t block = Sum(data + at, std::min(kBlock, size - at));
-      sum = sum * 31 + block;
-      if (sums) sums->push_back(block);
-    }
+  for (size_t at = 0; at < op.size; at += kBlock) {
+    uint64_t block = Sum(op.data + at, std::min(kBlock, op.size - at));
+    sum = sum * 31 + block;
+    if (sums) sums->push_back(block);
   }
   return sum;
 }
@@ -466,13 +416,10 @@ void Protect(uintptr_t begin, uintptr_t end, int protection) {
 }
 
 void ProtectOp(const Op& op, int protection) {
-  for (size_t i = 0; i < op.count; ++i) {
-    uintptr_t begin = uintptr_t(op.pieces[i].data),
-              end = begin + op.pieces[i].size;
-    const Region* region = RegionOf(begin);
-    if (region && !region->device && Pages(*region, begin, end))
-      Protect(begin, end, protection);
-  }
+  uintptr_t begin = uintptr_t(op.data), end = begin + op.size;
+  const Region* region = RegionOf(begin);
+  if (region && !region->device && Pages(*region, begin, end))
+    Protect(begin, end, protection);
 }
 
 // Memory that others may READ or WRITE: what has not been touched since the last
@@ -587,37 +534,19 @@ struct Remote {
   uint64_t addr = 0, key = 0;
   uint64_t data = 0;  // immediate data, or the operand of an atomic operation
   bool has_imm = false;
-  uint64_t atomic = 0;  // which one: enum fi_op, and bits
+  uint64_t atomic = 0;  // which one: enum fi_op, and a bit
   uint64_t expected = 0;
   const void* operand = nullptr;
-  size_t width = 0;
 };
 
-Remote Number(uint64_t number) { return {0, 0, number, true}; }
-
-Op MakeOp(What what, const struct iovec* iov, size_t count) {
-  Op op = {0, what, nullptr, std::min(count, kMostPieces), {}, false};
-  for (size_t i = 0; i < op.count; ++i) {
-    op.pieces[i] = {static_cast<char*>(iov[i].iov_base), iov[i].iov_len};
-  }
-  return op;
-}
 Op MakeOp(What what, const void* data, size_t size) {
-  struct iovec iov = {const_cast<void*>(data), size};
-  return MakeOp(what, &iov, 1);
-}
-Op MakeOp(What what, const struct fi_ioc* ioc, size_t count, size_t width) {
-  std::array<struct iovec, kMostPieces> iov;
-  count = std::min(count, kMostPieces);
-  for (size_t i = 0; i < count; ++i)
-    iov[i] = {ioc[i].addr, ioc[i].count * width};
-  return MakeOp(what, iov.data(), count);
+  return {0, what, nullptr, static_cast<char*>(const_cast<void*>(data)), size};
 }
 
 // Keeps an operation that is in flight, or will be in a moment.
 void Fly(Op op, void* context) {
-  if (op.size() > 0) g_buffers[uintptr_t(op.data())] = op.id;
-  uintptr_t places[] = {uintptr_t(context), uintptr_t(op.data())};
+  if (op.size > 0) g_buffers[uintptr_t(op.data)] = op.id;
+  uintptr_t places[] = {uintptr_t(context), uintptr_t(op.data)};
   for (uintptr_t at : places) {
     if (at == 0) continue;
     if (IsOnStack(at)) {
@@ -633,7 +562,7 @@ void Fly(Op op, void* context) {
 Flight::node_type Land(Flight::iterator it) {
   const Op& op = it->second;
   g_on_stack.erase(op.id);
-  auto buffer = g_buffers.find(uintptr_t(op.data()));
+  auto buffer = g_buffers.find(uintptr_t(op.data));
   if (buffer != g_buffers.end() && buffer->second == op.id)
     g_buffers.erase(buffer);
   return g_flight.extract(it);
@@ -651,40 +580,37 @@ Flight::iterator InFlight(void* context, uint32_t id) {
 // Notes what a buffer is like before libfabric gets it, and keeps that if it is to be
 // compared. A message is always summed up: so model.py finds the RECV that takes it.
 void Remember(Op& op, bool keep) {
-  if (keep && (op.what == kRecv || op.size() <= kCopied)) {
+  if (keep && (op.what == kRecv || op.size <= kCopied)) {
     size_t most = op.what == kRecv ? kCopiedOfRecv : kCopied;
-    op.copy.assign(op.data(), op.data() + std::min(op.pieces[0].size, most));
-    g_looked.fetch_add(op.copy.size(), std::memory_order_relaxed);
+    op.copy.assign(op.data, op.data + std::min(op.size, most));
   }
-  if (op.what == kSend || (op.what == kWrite && g_check))
+  if (op.what == kSend || op.what == kWrite)
     op.sum = Sum(op, keep && op.copy.empty() ? &op.sums : nullptr);
 }
 
-// Posts an operation, and writes it down.
+// Posts an operation, and writes it down. One that is injected has no completion, and its
+// buffer is the program's again at once.
 template <typename Call>
 ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
-             uint64_t flags, Remote remote, Call call) {
+             Remote remote, Call call, bool injected = false) {
   Endpoint* endpoint = &g_endpoints.at(&ep->fid);
   if (g_inside > 0)
     return call(*endpoint);  // one function of libfabric calls another
   Inside inside;
   uint64_t time = Now();
   op.ep = endpoint;
-  bool copied = flags & FI_INJECT, silent = flags & kSilent;
   bool readable, check;
   {
     Lock lock;
     op.id = ++g_ops;
-    const Region* region =
-        op.size() > 0 ? RegionOf(uintptr_t(op.data())) : nullptr;
+    const Region* region = op.size > 0 ? RegionOf(uintptr_t(op.data)) : nullptr;
     op.device = region && region->device;
-    readable = !op.device && op.size() > 0;
-    check = readable && g_check && !copied;
+    readable = !op.device && op.size > 0;
+    check = readable && !injected;
   }
   if (op.what == kAtomic) op.sum = remote.expected;
   if (check) {
     op.operand = remote.operand;
-    op.width = remote.width;
     op.was = remote.data;
   }
   // Not again for each post that finds no room; and without a lock, since it takes long.
@@ -693,57 +619,43 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
   bool looked = endpoint->refused == 0 && op.what != kRecv;
   if (looks && looked) Remember(op, check);
   // Before the call: another thread may read its completion at once.
-  if (!silent) {
-    Op flying = op;
-    if (copied) flying.count = 0, flying.pieces[0] = {};
+  if (!injected) {
     Lock lock;
-    Fly(std::move(flying), context);
+    Fly(op, context);
   }
   if (g_trap && op.what != kRecv) WatchAgain();
   ssize_t ret = call(*endpoint);
-  if (ret != 0 && !silent) {
+  if (ret != 0 && !injected) {
     Lock lock;
     if (auto it = InFlight(context, op.id); it != g_flight.end()) Land(it);
     if (ret == -FI_EAGAIN && g_ops == op.id) --g_ops;
   }
-  uint8_t bits = op.what;
-  if (remote.has_imm) bits |= kHasImm;
-  if (flags & (FI_DELIVERY_COMPLETE | FI_MATCH_COMPLETE)) bits |= kDelivered;
-  if (silent) bits |= kInjected;
   if (ret == -FI_EAGAIN) {
     if (endpoint->refused++ == 0)
-      Log(time, kNoRoom, op.what, endpoint->id, 0, {op.size(), 0});
+      Log(time, kNoRoom, op.what, endpoint->id, 0, {op.size, 0});
     return ret;
   }
   if (endpoint->refused > 0) {
-    Log(time, kNoRoom, op.what, endpoint->id, 0,
-        {op.size(), endpoint->refused});
+    Log(time, kNoRoom, op.what, endpoint->id, 0, {op.size, endpoint->refused});
   }
   endpoint->refused = 0;
   if (looks && !looked) Remember(op, check);
+  uint8_t bits = uint8_t(op.what | (remote.has_imm ? kHasImm : 0) |
+                         (injected ? kInjected : 0));
   Log(time, kPost, bits, endpoint->id, op.id,
-      {uint64_t(op.data()), op.size(), peer, remote.addr, remote.key,
-       remote.data, op.sum, remote.atomic},
-      looks && op.what == kSend ? op.data() : nullptr,
-      std::min(op.pieces[0].size, kShown));
-  for (size_t i = 1; i < op.count; ++i) {
-    Log(time, kPiece, op.what, endpoint->id, op.id,
-        {uint64_t(op.pieces[i].data), op.pieces[i].size});
-  }
+      {uint64_t(op.data), op.size, peer, remote.addr, remote.key, remote.data,
+       op.sum, remote.atomic},
+      looks && op.what == kSend ? op.data : nullptr, std::min(op.size, kShown));
   if (ret != 0) {
     const char* error = fi_strerror(int(-ret));
     Log(Now(), kComplete, op.what, endpoint->id, op.id, {0, 0, uint64_t(-ret)},
         error, strlen(error));
     return ret;
   }
-  if (silent) return ret;
+  if (injected || looked) return ret;
   Lock lock;
-  // Who makes a context for each operation has no second completion named of old ones.
-  if (g_last.size() > kMostContexts) g_last.clear();
-  g_last[context] = op.id;
   auto it = InFlight(context, op.id);
   if (it == g_flight.end()) return ret;  // it has completed already
-  if (looked) return ret;
   it->second.sum = op.sum;
   it->second.copy.swap(op.copy);
   it->second.sums.swap(op.sums);
@@ -761,19 +673,17 @@ What WhatOf(uint64_t flags) {
 // Writes down where a buffer is not as it was when it was posted. Of a RECV, only what is
 // behind its message has to be.
 void CheckChange(const Op& op, uint16_t ep, size_t length, uint64_t time) {
-  uint64_t operand = 0;
-  if (op.operand) memcpy(&operand, op.operand, op.width);
-  if (op.operand && operand != op.was) {
-    Log(time, kChanged, op.what, ep, op.id,
-        {0, uint8_t(op.was), uint8_t(operand), op.width == 1});
+  uint64_t operand = op.was;
+  if (op.operand) memcpy(&operand, op.operand, sizeof(operand));
+  if (operand != op.was) {
+    Log(time, kChanged, op.what, ep, op.id, {0, 0, 0, 0, sizeof(operand)});
   }
   size_t from = op.what == kRecv ? std::min(length, op.copy.size()) : 0;
-  g_looked.fetch_add(op.copy.size() - from, std::memory_order_relaxed);
   // memcmp is several times faster than the search for the first byte.
-  if (from < op.copy.size() && memcmp(op.copy.data() + from, op.data() + from,
+  if (from < op.copy.size() && memcmp(op.copy.data() + from, op.data + from,
                                       op.copy.size() - from) != 0) {
     auto [was, is] = std::mismatch(op.copy.begin() + ptrdiff_t(from),
-                                   op.copy.end(), op.data() + from);
+                                   op.copy.end(), op.data + from);
     Log(time, kChanged, op.what, ep, op.id,
         {uint64_t(was - op.copy.begin()), uint8_t(*was), uint8_t(*is), 1});
   }
@@ -782,17 +692,9 @@ void CheckChange(const Op& op, uint16_t ep, size_t length, uint64_t time) {
   sums.reserve(op.sums.size());
   if (Sum(op, &sums) == op.sum) return;
   auto [was, is] = std::mismatch(op.sums.begin(), op.sums.end(), sums.begin());
-  size_t block = size_t(was - op.sums.begin()), at = 0;
-  for (size_t i = 0; i < op.count; ++i) {
-    size_t size = op.pieces[i].size, blocks = (size + kBlock - 1) / kBlock;
-    if (block < blocks) {
-      at += block * kBlock;
-      size = std::min(kBlock, size - block * kBlock);
-      return Log(time, kChanged, op.what, ep, op.id, {at, 0, 0, 0, size});
-    }
-    at += size;
-    block -= blocks;
-  }
+  size_t at = kBlock * size_t(was - op.sums.begin());
+  Log(time, kChanged, op.what, ep, op.id,
+      {at, 0, 0, 0, std::min(kBlock, op.size - at)});
 }
 
 // Writes down a completion that the program is about to see.
@@ -819,28 +721,20 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
       if (what != What{} && it->second.what != what && !error) continue;
       if (found == end || it->second.id < found->second.id) found = it;
     }
-    if (found == end) {
-      auto last = g_last.find(context);
-      if (last != g_last.end())
-        Log(time, kTwice, what, queue.id, last->second, {});
-      return;
-    }
+    if (found == end) return Log(time, kUnseen, what, queue.id, 0, {});
     ep = found->second.ep->id;
     if (g_trap) ProtectOp(found->second, PROT_READ | PROT_WRITE);
     node = Land(found);
   }
   const Op& op = node.mapped();
   uint64_t sum = 0;
-  bool got = op.what == kRecv && !error && !op.device && op.size() > 0;
-  if (got && op.count == 1)
-    sum = Sum(MakeOp(kRecv, op.data(), std::min(size, op.size())));
-  bool word = op.what == kAtomic || (op.what == kRead && op.size() == 8);
-  if (word && !error && !op.device && op.size() >= 8)
-    memcpy(&sum, op.data(), 8);
+  bool got = op.what == kRecv && !error && !op.device && op.size > 0;
+  if (got) sum = Sum(MakeOp(kRecv, op.data, std::min(size, op.size)));
+  bool word = op.what == kAtomic || (op.what == kRead && op.size == 8);
+  if (word && !error && !op.device) memcpy(&sum, op.data, 8);
   if (!error) CheckChange(op, ep, size, time);
-  const char* shown = error ? text : got ? op.data() : nullptr;
-  size_t length =
-      error ? strlen(text) : std::min({size, op.pieces[0].size, kShown});
+  const char* shown = error ? text : got ? op.data : nullptr;
+  size_t length = error ? strlen(text) : std::min({size, op.size, kShown});
   Log(time, kComplete, op.what, ep, op.id, {size, data, uint64_t(error), sum},
       shown, shown ? length : 0);
 }
@@ -873,14 +767,6 @@ ssize_t CqRead(struct fid_cq* cq, void* buffer, size_t count) {
   return Entries(cq, buffer,
                  g_queues.at(&cq->fid).real->read(cq, buffer, Some(count)));
 }
-ssize_t CqReadFrom(struct fid_cq* cq, void* buffer, size_t count,
-                   fi_addr_t* from) {
-  CheckStack();
-  Inside inside;
-  return Entries(
-      cq, buffer,
-      g_queues.at(&cq->fid).real->readfrom(cq, buffer, Some(count), from));
-}
 ssize_t CqSread(struct fid_cq* cq, void* buffer, size_t count,
                 const void* until, int ms) {
   CheckStack();
@@ -888,14 +774,6 @@ ssize_t CqSread(struct fid_cq* cq, void* buffer, size_t count,
   return Entries(
       cq, buffer,
       g_queues.at(&cq->fid).real->sread(cq, buffer, Some(count), until, ms));
-}
-ssize_t CqSreadFrom(struct fid_cq* cq, void* buffer, size_t count,
-                    fi_addr_t* from, const void* until, int ms) {
-  CheckStack();
-  Inside inside;
-  return Entries(cq, buffer,
-                 g_queues.at(&cq->fid).real->sreadfrom(cq, buffer, Some(count),
-                                                       from, until, ms));
 }
 ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
                   uint64_t flags) {
@@ -913,287 +791,114 @@ ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
 
 using Ep = struct fid_ep*;
 
-Endpoint& Of(Ep ep) { return g_endpoints.at(&ep->fid); }
-uint64_t Flags(Ep ep, uint64_t more = 0) { return Of(ep).op_flags | more; }
+// Passes a call on that isn't recorded. What libfabric does in it is not the program's.
+template <auto table, auto call, typename... Args>
+ssize_t Pass(Ep ep, Args... args) {
+  Inside inside;
+  return (g_endpoints.at(&ep->fid).*table->*call)(ep, args...);
+}
 
 ssize_t Recv(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
              void* context) {
-  return Post(ep, MakeOp(kRecv, data, size), peer, context, 0, {},
+  return Post(ep, MakeOp(kRecv, data, size), peer, context, {},
               [&](Endpoint& e) {
                 return e.msg->recv(ep, data, size, desc, peer, context);
               });
 }
-ssize_t RecvV(Ep ep, const struct iovec* iov, void** desc, size_t count,
-              fi_addr_t peer, void* context) {
-  return Post(ep, MakeOp(kRecv, iov, count), peer, context, 0, {},
-              [&](Endpoint& e) {
-                return e.msg->recvv(ep, iov, desc, count, peer, context);
-              });
-}
-ssize_t RecvMsg(Ep ep, const struct fi_msg* m, uint64_t flags) {
-  return Post(ep, MakeOp(kRecv, m->msg_iov, m->iov_count), m->addr, m->context,
-              0, {}, [&](Endpoint& e) { return e.msg->recvmsg(ep, m, flags); });
-}
 ssize_t Send(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
              void* context) {
-  return Post(ep, MakeOp(kSend, data, size), peer, context, Flags(ep), {},
+  return Post(ep, MakeOp(kSend, data, size), peer, context, {},
               [&](Endpoint& e) {
                 return e.msg->send(ep, data, size, desc, peer, context);
               });
 }
-ssize_t SendV(Ep ep, const struct iovec* iov, void** desc, size_t count,
-              fi_addr_t peer, void* context) {
-  return Post(ep, MakeOp(kSend, iov, count), peer, context, Flags(ep), {},
-              [&](Endpoint& e) {
-                return e.msg->sendv(ep, iov, desc, count, peer, context);
-              });
-}
-ssize_t SendMsg(Ep ep, const struct fi_msg* m, uint64_t flags) {
-  return Post(ep, MakeOp(kSend, m->msg_iov, m->iov_count), m->addr, m->context,
-              flags, flags & FI_REMOTE_CQ_DATA ? Number(m->data) : Remote{},
-              [&](Endpoint& e) { return e.msg->sendmsg(ep, m, flags); });
-}
-ssize_t SendData(Ep ep, const void* data, size_t size, void* desc, uint64_t imm,
-                 fi_addr_t peer, void* context) {
-  return Post(ep, MakeOp(kSend, data, size), peer, context, Flags(ep),
-              Number(imm), [&](Endpoint& e) {
-                return e.msg->senddata(ep, data, size, desc, imm, peer,
-                                       context);
-              });
-}
 ssize_t Inject(Ep ep, const void* data, size_t size, fi_addr_t peer) {
-  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT | kSilent,
-              {},
-              [&](Endpoint& e) { return e.msg->inject(ep, data, size, peer); });
-}
-ssize_t InjectData(Ep ep, const void* data, size_t size, uint64_t imm,
-                   fi_addr_t peer) {
-  return Post(ep, MakeOp(kSend, data, size), peer, nullptr, FI_INJECT | kSilent,
-              Number(imm), [&](Endpoint& e) {
-                return e.msg->injectdata(ep, data, size, imm, peer);
-              });
+  return Post(
+      ep, MakeOp(kSend, data, size), peer, nullptr, {},
+      [&](Endpoint& e) { return e.msg->inject(ep, data, size, peer); }, true);
 }
 
-Remote RemoteOf(const struct fi_msg_rma* m, uint64_t flags) {
-  return {m->rma_iov->addr, m->rma_iov->key, m->data,
-          (flags & FI_REMOTE_CQ_DATA) != 0};
-}
 ssize_t Write(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
               uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, context, Flags(ep),
-              {addr, key}, [&](Endpoint& e) {
+  return Post(ep, MakeOp(kWrite, data, size), peer, context, {addr, key},
+              [&](Endpoint& e) {
                 return e.rma->write(ep, data, size, desc, peer, addr, key,
                                     context);
               });
 }
-ssize_t WriteV(Ep ep, const struct iovec* iov, void** desc, size_t count,
-               fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kWrite, iov, count), peer, context, Flags(ep),
-              {addr, key}, [&](Endpoint& e) {
-                return e.rma->writev(ep, iov, desc, count, peer, addr, key,
-                                     context);
-              });
-}
 ssize_t WriteMsg(Ep ep, const struct fi_msg_rma* m, uint64_t flags) {
-  return Post(ep, MakeOp(kWrite, m->msg_iov, m->iov_count), m->addr, m->context,
-              flags, RemoteOf(m, flags),
+  if (m->iov_count != 1)
+    return Pass<&Endpoint::rma, &fi_ops_rma::writemsg>(ep, m, flags);
+  return Post(ep, MakeOp(kWrite, m->msg_iov->iov_base, m->msg_iov->iov_len),
+              m->addr, m->context,
+              {m->rma_iov->addr, m->rma_iov->key, m->data,
+               (flags & FI_REMOTE_CQ_DATA) != 0},
               [&](Endpoint& e) { return e.rma->writemsg(ep, m, flags); });
 }
 ssize_t WriteData(Ep ep, const void* data, size_t size, void* desc,
                   uint64_t imm, fi_addr_t peer, uint64_t addr, uint64_t key,
                   void* context) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, context, Flags(ep),
+  return Post(ep, MakeOp(kWrite, data, size), peer, context,
               {addr, key, imm, true}, [&](Endpoint& e) {
                 return e.rma->writedata(ep, data, size, desc, imm, peer, addr,
                                         key, context);
               });
 }
-ssize_t InjectWrite(Ep ep, const void* data, size_t size, fi_addr_t peer,
-                    uint64_t addr, uint64_t key) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr,
-              FI_INJECT | kSilent, {addr, key}, [&](Endpoint& e) {
-                return e.rma->inject(ep, data, size, peer, addr, key);
-              });
-}
-ssize_t InjectWriteData(Ep ep, const void* data, size_t size, uint64_t imm,
-                        fi_addr_t peer, uint64_t addr, uint64_t key) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, nullptr,
-              FI_INJECT | kSilent, {addr, key, imm, true}, [&](Endpoint& e) {
-                return e.rma->injectdata(ep, data, size, imm, peer, addr, key);
-              });
-}
 ssize_t Read(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
              uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kRead, data, size), peer, context, Flags(ep),
-              {addr, key}, [&](Endpoint& e) {
+  return Post(ep, MakeOp(kRead, data, size), peer, context, {addr, key},
+              [&](Endpoint& e) {
                 return e.rma->read(ep, data, size, desc, peer, addr, key,
                                    context);
               });
 }
-ssize_t ReadV(Ep ep, const struct iovec* iov, void** desc, size_t count,
-              fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kRead, iov, count), peer, context, Flags(ep),
-              {addr, key}, [&](Endpoint& e) {
-                return e.rma->readv(ep, iov, desc, count, peer, addr, key,
-                                    context);
-              });
-}
-ssize_t ReadMsg(Ep ep, const struct fi_msg_rma* m, uint64_t flags) {
-  return Post(ep, MakeOp(kRead, m->msg_iov, m->iov_count), m->addr, m->context,
-              flags, RemoteOf(m, 0),
-              [&](Endpoint& e) { return e.rma->readmsg(ep, m, flags); });
+
+// Whether an atomic operation is about one integer of 64 bits.
+bool IsWord(enum fi_datatype type, size_t count) {
+  return count == 1 && (type == FI_UINT64 || type == FI_INT64);
 }
 
-// How long a value of this type is; of the longest ones, only the beginning.
-size_t Width(enum fi_datatype type) {
-  switch (type) {
-    case FI_INT8:
-    case FI_UINT8:
-      return 1;
-    case FI_INT16:
-    case FI_UINT16:
-      return 2;
-    case FI_INT32:
-    case FI_UINT32:
-    case FI_FLOAT:
-      return 4;
-    default:
-      return 8;
-  }
-}
-
-// Of an atomic operation of several words, `count`, only the first one is looked at.
-Remote AtomicOf(uint64_t addr, uint64_t key, enum fi_datatype type,
-                size_t count, enum fi_op what, const void* operand,
-                bool fetches, const void* expected = nullptr) {
-  Remote remote = {.addr = addr, .key = key, .atomic = uint64_t(what)};
-  bool is_word = count == 1 && (type == FI_UINT64 || type == FI_INT64);
-  if (fetches) remote.atomic |= kFetches;
-  if (is_word) remote.atomic |= kIsWord;
-  if (operand && what != FI_ATOMIC_READ) {
+// What is known of an atomic operation, and what it brings.
+Remote AtomicOf(uint64_t addr, uint64_t key, uint64_t what, const void* operand,
+                const void* expected = nullptr) {
+  Remote remote = {.addr = addr, .key = key, .atomic = what};
+  if (operand && (what & 0xff) != FI_ATOMIC_READ) {
     remote.operand = operand;
-    remote.width = Width(type);
-    memcpy(&remote.data, operand, remote.width);
+    memcpy(&remote.data, operand, sizeof(remote.data));
   }
-  if (expected && is_word) memcpy(&remote.expected, expected, sizeof(uint64_t));
+  if (expected) memcpy(&remote.expected, expected, sizeof(remote.expected));
   return remote;
 }
-Remote AtomicOf(const struct fi_msg_atomic* m, bool fetches,
-                const void* expected = nullptr) {
-  bool some = m->iov_count > 0 && m->msg_iov;
-  size_t count = m->iov_count == 1 && some ? m->msg_iov->count : 1;
-  return AtomicOf(m->rma_iov->addr, m->rma_iov->key, m->datatype, count, m->op,
-                  some ? m->msg_iov->addr : nullptr, fetches, expected);
-}
 
-// Its buffer is that of its result or, if it fetches none, that of its operand.
-ssize_t Atomic(Ep ep, const void* data, size_t count, void* desc,
-               fi_addr_t peer, uint64_t addr, uint64_t key,
-               enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, data, Width(type) * count), peer, context,
-              Flags(ep), AtomicOf(addr, key, type, count, what, data, false),
-              [&](Endpoint& e) {
-                return e.atomic->write(ep, data, count, desc, peer, addr, key,
-                                       type, what, context);
-              });
-}
-ssize_t AtomicV(Ep ep, const struct fi_ioc* ioc, void** desc, size_t count,
-                fi_addr_t peer, uint64_t addr, uint64_t key,
-                enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, ioc, count, Width(type)), peer, context,
-              Flags(ep),
-              AtomicOf(addr, key, type, ioc->count, what, ioc->addr, false),
-              [&](Endpoint& e) {
-                return e.atomic->writev(ep, ioc, desc, count, peer, addr, key,
-                                        type, what, context);
-              });
-}
-ssize_t AtomicMsg(Ep ep, const struct fi_msg_atomic* m, uint64_t flags) {
-  return Post(ep, MakeOp(kAtomic, m->msg_iov, m->iov_count, Width(m->datatype)),
-              m->addr, m->context, flags, AtomicOf(m, false),
-              [&](Endpoint& e) { return e.atomic->writemsg(ep, m, flags); });
-}
-ssize_t InjectAtomic(Ep ep, const void* data, size_t count, fi_addr_t peer,
-                     uint64_t addr, uint64_t key, enum fi_datatype type,
-                     enum fi_op what) {
-  return Post(
-      ep, MakeOp(kAtomic, data, Width(type) * count), peer, nullptr,
-      FI_INJECT | kSilent, AtomicOf(addr, key, type, count, what, data, false),
-      [&](Endpoint& e) {
-        return e.atomic->inject(ep, data, count, peer, addr, key, type, what);
-      });
-}
+// Its buffer is that of its result.
 ssize_t Fetch(Ep ep, const void* data, size_t count, void* desc, void* result,
               void* rdesc, fi_addr_t peer, uint64_t addr, uint64_t key,
               enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, result, Width(type) * count), peer, context,
-              Flags(ep), AtomicOf(addr, key, type, count, what, data, true),
-              [&](Endpoint& e) {
-                return e.atomic->readwrite(ep, data, count, desc, result, rdesc,
-                                           peer, addr, key, type, what,
-                                           context);
-              });
-}
-ssize_t FetchV(Ep ep, const struct fi_ioc* ioc, void** desc, size_t count,
-               struct fi_ioc* result, void** rdesc, size_t rcount,
-               fi_addr_t peer, uint64_t addr, uint64_t key,
-               enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, result, rcount, Width(type)), peer, context,
-              Flags(ep),
-              AtomicOf(addr, key, type, result->count, what,
-                       ioc ? ioc->addr : nullptr, true),
-              [&](Endpoint& e) {
-                return e.atomic->readwritev(ep, ioc, desc, count, result, rdesc,
-                                            rcount, peer, addr, key, type, what,
-                                            context);
-              });
-}
-ssize_t FetchMsg(Ep ep, const struct fi_msg_atomic* m, struct fi_ioc* result,
-                 void** rdesc, size_t count, uint64_t flags) {
-  return Post(ep, MakeOp(kAtomic, result, count, Width(m->datatype)), m->addr,
-              m->context, flags, AtomicOf(m, true), [&](Endpoint& e) {
-                return e.atomic->readwritemsg(ep, m, result, rdesc, count,
-                                              flags);
-              });
+  auto call = [&](Endpoint& e) {
+    return e.atomic->readwrite(ep, data, count, desc, result, rdesc, peer, addr,
+                               key, type, what, context);
+  };
+  if (!IsWord(type, count)) {
+    Inside inside;
+    return call(g_endpoints.at(&ep->fid));
+  }
+  return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
+              AtomicOf(addr, key, what | kFetches, data), call);
 }
 ssize_t Compare(Ep ep, const void* data, size_t count, void* desc,
                 const void* expected, void* edesc, void* result, void* rdesc,
                 fi_addr_t peer, uint64_t addr, uint64_t key,
                 enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, result, Width(type) * count), peer, context,
-              Flags(ep),
-              AtomicOf(addr, key, type, count, what, data, true, expected),
-              [&](Endpoint& e) {
-                return e.atomic->compwrite(ep, data, count, desc, expected,
-                                           edesc, result, rdesc, peer, addr,
-                                           key, type, what, context);
-              });
-}
-ssize_t CompareV(Ep ep, const struct fi_ioc* ioc, void** desc, size_t count,
-                 const struct fi_ioc* expected, void** edesc, size_t ecount,
-                 struct fi_ioc* result, void** rdesc, size_t rcount,
-                 fi_addr_t peer, uint64_t addr, uint64_t key,
-                 enum fi_datatype type, enum fi_op what, void* context) {
-  return Post(ep, MakeOp(kAtomic, result, rcount, Width(type)), peer, context,
-              Flags(ep),
-              AtomicOf(addr, key, type, result->count, what, ioc->addr, true,
-                       expected->addr),
-              [&](Endpoint& e) {
-                return e.atomic->compwritev(
-                    ep, ioc, desc, count, expected, edesc, ecount, result,
-                    rdesc, rcount, peer, addr, key, type, what, context);
-              });
-}
-ssize_t CompareMsg(Ep ep, const struct fi_msg_atomic* m,
-                   const struct fi_ioc* expected, void** edesc, size_t ecount,
-                   struct fi_ioc* result, void** rdesc, size_t count,
-                   uint64_t flags) {
-  return Post(ep, MakeOp(kAtomic, result, count, Width(m->datatype)), m->addr,
-              m->context, flags, AtomicOf(m, true, expected->addr),
-              [&](Endpoint& e) {
-                return e.atomic->compwritemsg(ep, m, expected, edesc, ecount,
-                                              result, rdesc, count, flags);
-              });
+  auto call = [&](Endpoint& e) {
+    return e.atomic->compwrite(ep, data, count, desc, expected, edesc, result,
+                               rdesc, peer, addr, key, type, what, context);
+  };
+  if (!IsWord(type, count)) {
+    Inside inside;
+    return call(g_endpoints.at(&ep->fid));
+  }
+  return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
+              AtomicOf(addr, key, what | kFetches, data, expected), call);
 }
 
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
@@ -1216,38 +921,42 @@ int EndpointControl(struct fid* fid, int command, void* arg) {
   auto* ep = reinterpret_cast<Ep>(fid);
   endpoint.msg = Replace(ep->msg);
   ep->msg->recv = Recv;
-  ep->msg->recvv = RecvV;
-  ep->msg->recvmsg = RecvMsg;
   ep->msg->send = Send;
-  ep->msg->sendv = SendV;
-  ep->msg->sendmsg = SendMsg;
-  ep->msg->senddata = SendData;
   ep->msg->inject = Inject;
-  ep->msg->injectdata = InjectData;
+  ep->msg->recvv = Pass<&Endpoint::msg, &fi_ops_msg::recvv>;
+  ep->msg->recvmsg = Pass<&Endpoint::msg, &fi_ops_msg::recvmsg>;
+  ep->msg->sendv = Pass<&Endpoint::msg, &fi_ops_msg::sendv>;
+  ep->msg->sendmsg = Pass<&Endpoint::msg, &fi_ops_msg::sendmsg>;
+  ep->msg->senddata = Pass<&Endpoint::msg, &fi_ops_msg::senddata>;
+  ep->msg->injectdata = Pass<&Endpoint::msg, &fi_ops_msg::injectdata>;
   if (ep->rma) {
     endpoint.rma = Replace(ep->rma);
     ep->rma->read = Read;
-    ep->rma->readv = ReadV;
-    ep->rma->readmsg = ReadMsg;
     ep->rma->write = Write;
-    ep->rma->writev = WriteV;
     ep->rma->writemsg = WriteMsg;
     ep->rma->writedata = WriteData;
-    ep->rma->inject = InjectWrite;
-    ep->rma->injectdata = InjectWriteData;
+    ep->rma->readv = Pass<&Endpoint::rma, &fi_ops_rma::readv>;
+    ep->rma->readmsg = Pass<&Endpoint::rma, &fi_ops_rma::readmsg>;
+    ep->rma->writev = Pass<&Endpoint::rma, &fi_ops_rma::writev>;
+    ep->rma->inject = Pass<&Endpoint::rma, &fi_ops_rma::inject>;
+    ep->rma->injectdata = Pass<&Endpoint::rma, &fi_ops_rma::injectdata>;
   }
   if (ep->atomic) {
     endpoint.atomic = Replace(ep->atomic);
-    ep->atomic->write = Atomic;
-    ep->atomic->writev = AtomicV;
-    ep->atomic->writemsg = AtomicMsg;
-    ep->atomic->inject = InjectAtomic;
+    ep->atomic->write = Pass<&Endpoint::atomic, &fi_ops_atomic::write>;
     ep->atomic->readwrite = Fetch;
-    ep->atomic->readwritev = FetchV;
-    ep->atomic->readwritemsg = FetchMsg;
     ep->atomic->compwrite = Compare;
-    ep->atomic->compwritev = CompareV;
-    ep->atomic->compwritemsg = CompareMsg;
+    ep->atomic->writev = Pass<&Endpoint::atomic, &fi_ops_atomic::writev>;
+    ep->atomic->writemsg = Pass<&Endpoint::atomic, &fi_ops_atomic::writemsg>;
+    ep->atomic->inject = Pass<&Endpoint::atomic, &fi_ops_atomic::inject>;
+    ep->atomic->readwritev =
+        Pass<&Endpoint::atomic, &fi_ops_atomic::readwritev>;
+    ep->atomic->readwritemsg =
+        Pass<&Endpoint::atomic, &fi_ops_atomic::readwritemsg>;
+    ep->atomic->compwritev =
+        Pass<&Endpoint::atomic, &fi_ops_atomic::compwritev>;
+    ep->atomic->compwritemsg =
+        Pass<&Endpoint::atomic, &fi_ops_atomic::compwritemsg>;
   }
   char name[512];
   size_t size = sizeof(name);
@@ -1270,7 +979,7 @@ int EndpointClose(struct fid* fid) {
     if (op.ep != &endpoint) return false;
     if (g_trap) ProtectOp(op, PROT_READ | PROT_WRITE);
     g_on_stack.erase(op.id);
-    g_buffers.erase(uintptr_t(op.data()));
+    g_buffers.erase(uintptr_t(op.data));
     return true;
   });
   Log(Now(), kEndpointClosed, 0, endpoint.id, 0, {uint64_t(open)});
@@ -1290,7 +999,7 @@ int RegionClose(struct fid* fid) {
     auto id = g_region_ids.extract(fid).mapped();
     Region region = std::move(g_regions.extract(id).mapped().second);
     for (auto& [context, op] : g_flight) {
-      if (op.size() > 0 && region.Has(uintptr_t(op.data()))) {
+      if (op.size > 0 && region.Has(uintptr_t(op.data))) {
         Log(time, kFlying, op.what, op.ep->id, op.id, {0, region.id});
       }
     }
@@ -1334,15 +1043,6 @@ int Reg(struct fid* domain, const void* data, size_t size, uint64_t access,
                                          key, flags, mr, context);
   return Registered(mr, data, size, access, false, ret);
 }
-int RegV(struct fid* domain, const struct iovec* iov, size_t count,
-         uint64_t access, uint64_t offset, uint64_t key, uint64_t flags,
-         struct fid_mr** mr, void* context) {
-  Inside inside;
-  int ret = g_domains.at(domain).mr->regv(domain, iov, count, access, offset,
-                                          key, flags, mr, context);
-  return Registered(mr, iov->iov_base, iov->iov_len, access, false, ret);
-}
-
 // ---- What else touches memory ----
 
 // libfabric's own function of that name, or the C library's.
@@ -1428,15 +1128,6 @@ VISIBLE ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
   static auto* real = Real("pwrite", pwrite);
   return File(data, size, 0, [&] { return real(fd, data, size, at); });
 }
-VISIBLE ssize_t read(int fd, void* data, size_t size) {
-  static auto* real = Real("read", read);
-  return File(data, size, 1, [&] { return real(fd, data, size); });
-}
-VISIBLE ssize_t write(int fd, const void* data, size_t size) {
-  static auto* real = Real("write", write);
-  return File(data, size, 0, [&] { return real(fd, data, size); });
-}
-
 // ---- Opening ----
 
 int AvInsert(struct fid_av* av, const void* address, size_t count,
@@ -1471,7 +1162,6 @@ int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
       g_domains.at(&domain->fid).real->endpoint(domain, info, ep, context);
   if (ret != 0 || g_inside > 1) return ret;
   Endpoint endpoint = {.id = ++g_objects, .real = Replace((*ep)->fid.ops)};
-  if (info->tx_attr) endpoint.op_flags = info->tx_attr->op_flags;
   (*ep)->fid.ops->bind = EndpointBind;
   (*ep)->fid.ops->control = EndpointControl;
   (*ep)->fid.ops->close = EndpointClose;
@@ -1490,9 +1180,7 @@ int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
   g_queues[&(*cq)->fid] = {++g_objects, sizes[attr->format],
                            Replace((*cq)->ops)};
   (*cq)->ops->read = CqRead;
-  (*cq)->ops->readfrom = CqReadFrom;
   (*cq)->ops->sread = CqSread;
-  (*cq)->ops->sreadfrom = CqSreadFrom;
   (*cq)->ops->readerr = CqReadErr;
   return 0;
 }
@@ -1503,12 +1191,11 @@ int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
   int ret = g_fabrics.at(&fabric->fid)->domain(fabric, info, domain, context);
   if (ret != 0 || g_inside > 1) return ret;
   Domain known = {info->addr_format == FI_ADDR_STR, Replace((*domain)->ops),
-                  Replace((*domain)->mr), 0};
+                  Replace((*domain)->mr)};
   (*domain)->ops->endpoint = OpenEndpoint;
   (*domain)->ops->cq_open = OpenCq;
   (*domain)->ops->av_open = OpenAv;
   (*domain)->mr->reg = Reg;
-  (*domain)->mr->regv = RegV;
   (*domain)->mr->regattr = RegAttr;
   g_domains[&(*domain)->fid] = known;
   return 0;

@@ -2,16 +2,12 @@
 """Runs the server and the client of a program with the recorder, and shows who owned what
 when, and what was wrong in that (make watch-6, make watch-5.3, make watch-mine).
 
-Usage: scripts/watch/run.py [-o FOLDER] [-s ARGUMENT]... [-n CLIENTS] [-p PROGRAM] PROGRAM
-                            [CLIENT_ARGUMENT...]
+Usage: scripts/watch/run.py [-o FOLDER] [-q] [-t SECONDS] PROGRAM [CLIENT_ARGUMENT...]
   -o  where the records and pictures go (build/watch/NAME)
-  -s  an argument of the server
-  -n  clients at once (CLIENTS, or else 1)
-  -p  the clients' program, if it is another one
   -q  prints only what was found
   -t  seconds, after which both are ended (60)
-What the environment has goes to both. BEHIND names a library to load behind watch.so:
-build/strict.so, or build/reorder.so.
+What the environment has goes to both. CLIENTS says how many run at once, and BEHIND names a
+library to load behind watch.so: build/strict.so, or build/reorder.so.
 
 Exits with the status of the client, with 1 if a rule was broken."""
 
@@ -85,7 +81,8 @@ class Running:
 def run(options, folder, scratch):
     """Runs them all. Returns the first client's status that is not 0, or 0."""
     name = os.path.basename(options.program)
-    arguments, server_arguments = options.arguments, options.s
+    arguments, server_arguments = options.arguments, []
+    count = int(os.environ.get("CLIENTS") or 1)
     # As much as a picture can show.
     small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"],
              "13_": ["3", "20"], "14_": ["4096", "500", "1"]}
@@ -93,8 +90,8 @@ def run(options, folder, scratch):
         arguments = next((some for start, some in small.items()
                           if name.replace(".", "_").startswith(start)), [])
     if name.replace(".", "_").startswith("9_"):
-        server_arguments = server_arguments or [os.path.join(scratch, "received")]
-        os.makedirs(server_arguments[0], exist_ok=True)
+        server_arguments = [os.path.join(scratch, "received")]
+        os.mkdir(server_arguments[0])
         if not arguments:
             arguments = [os.path.join(scratch, "demo.bin")]
             source = source_of(options.program)  # the first moves have only one slot
@@ -115,9 +112,9 @@ def run(options, folder, scratch):
                          "each with WATCH=build/run1 LD_PRELOAD=build/watch.so in front, and then "
                          "type: make watch DIR=build/run1")
             time.sleep(0.02)
-        command = [options.p or options.program, server.address(), *arguments]
-        for number in range(options.n):
-            label = "client" if options.n == 1 else f"client {number + 1}"
+        command = [options.program, server.address(), *arguments]
+        for number in range(count):
+            label = "client" if count == 1 else f"client {number + 1}"
             clients.append(Running(command, label, folder, scratch, options.q))
         for client in clients:
             client.end(end - time.monotonic())
@@ -149,8 +146,7 @@ def show(folder, source, quiet=False):
         if len(short) > limit:
             print(f"{'':15}  … and {len(short) - limit} lines more; all are in {folder}/trace.txt")
         print()
-    lines = [*draw.summary(found), f"Picture: {folder}/page.html (also picture.svg, trace.txt "
-             "and, for ui.perfetto.dev, trace.json)"]
+    lines = [*draw.summary(found), f"Picture: {folder}/page.html (also picture.svg, trace.txt)"]
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         lines = [textwrap.fill(line, width, subsequent_indent=" " * 7, break_on_hyphens=False)
@@ -180,9 +176,6 @@ def source_of(program):
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
     parser.add_argument("-o", default="")
-    parser.add_argument("-s", action="append", default=[])
-    parser.add_argument("-n", type=int, default=int(os.environ.get("CLIENTS") or 1))
-    parser.add_argument("-p", default="")
     parser.add_argument("-q", action="store_true")
     parser.add_argument("-t", type=float, default=60)
     parser.add_argument("program")

@@ -1,8 +1,7 @@
 """13_crowd: one endpoint for all clients. Whatever one of them does, the others get
 their answers, each once and the right one, and the server's memory is bounded.
 
-KILLS=100 scripts/test.sh -k test_crowd.py        kills 100 of 150 clients, and runs
-                                                  over each provider what two do for
+KILLS=100 scripts/test.sh -k test_crowd.py        kills 100 of 150 clients
 CLIENTS=10000 scripts/test.sh -k test_one_after_the_other_of_a_crowd"""
 
 import os
@@ -15,7 +14,7 @@ import time
 import pytest
 
 from fakes import CrowdGuest, CrowdHost
-from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, Server, is_here
+from harness import LIBFABRIC_LEAKS, TIME_FACTOR, Server, is_here
 from marks import each_provider, not_over_verbs, two_providers
 from messages import (ACCEPT, BYE, CONNECT, DELETE, DONE, FULL, GET, NOT_FOUND, STORE,
                       crowd, crowd_request)
@@ -26,10 +25,6 @@ from table import BAD_CROWDS
 # other: see above.
 KILLS = int(os.environ.get("KILLS", "6"))
 CLIENTS = int(os.environ.get("CLIENTS", "200"))
-some_providers = pytest.mark.parametrize(
-    "provider", PROVIDERS if KILLS >= 50 else ["", "shm"], ids=lambda p: p or "default")
-one_provider = pytest.mark.parametrize(
-    "provider", PROVIDERS if KILLS >= 50 else [""], ids=lambda p: p or "default")
 PROGRAM = "13_crowd"
 MAX_MESSAGE = 2048  # bytes
 
@@ -227,7 +222,7 @@ def test_full_server(run, serve_variant):
 # ---- Clients that go, or do not read ----
 
 @pytest.mark.builds("plain")
-@some_providers
+@two_providers
 def test_killed_crowd(serve, provider):
     """Two of three clients are killed at any moment. The others lose nothing, get
     nothing twice and nothing that is not theirs: they look at that."""
@@ -410,26 +405,23 @@ def test_server_of_a_crowd_gone(serve, signum):
 # ---- Messages that no client of ours would send ----
 
 @pytest.mark.builds("sanitized")
-@one_provider
-def test_at_the_door_of_a_crowd(run, serve, provider):
+def test_at_the_door_of_a_crowd(run, serve):
     """Messages that are nobody's cost nobody anything."""
-    server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
+    server = serve(PROGRAM, **LIBFABRIC_LEAKS)
     client = CrowdGuest(run, server)
     with server.others("5", "50", count=1):
         for message in (b"", b"x", crowd(CONNECT)[:-1], crowd(0), crowd(BYE),
                         crowd_request(GET, b"key"), b"\0" * MAX_MESSAGE):
             client.send(message)
-        if provider != "shm":  # libfabric itself hangs there: chapter 4
-            client.send(bytes(MAX_MESSAGE + 1), answer="(sent|failed)", as_it_is=True)
+        client.send(bytes(MAX_MESSAGE + 1), answer="(sent|failed)", as_it_is=True)
     server.check_client("5", "5")
     server.stop()
 
 
 @pytest.mark.builds("sanitized")
-@one_provider
-def test_requests_that_are_none(run, serve, provider):
+def test_requests_that_are_none(run, serve):
     """A client that asks for what cannot be is forgotten."""
-    server = serve(PROGRAM, provider)
+    server = serve(PROGRAM)
     with server.others("5", "50", count=1):
         for count, messages in enumerate(BAD_CROWDS.values(), 1):
             guest = CrowdGuest(run, server)
@@ -446,11 +438,10 @@ def test_requests_that_are_none(run, serve, provider):
 
 
 @pytest.mark.builds("sanitized")
-@one_provider
-def test_whose_message(run, serve, provider):
+def test_whose_message(run, serve):
     """A message with the number of no client is heard by nobody. One with the address of
     another client's takes the place of that one."""
-    server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
+    server = serve(PROGRAM, **LIBFABRIC_LEAKS)
     client, other = CrowdGuest(run, server), CrowdGuest(run, server)
     client.open_session()
     assert client.ask(STORE, b"key", b"value").type == DONE

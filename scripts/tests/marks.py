@@ -5,16 +5,6 @@ import pytest
 from harness import OVER_VERBS, PROVIDERS
 from table import EXAMPLES
 
-# For tests that kill a client. The net provider came with libfabric 1.16 and went
-# with 1.18.
-sturdy_providers = pytest.mark.parametrize("provider", ["", pytest.param(
-    "shm", marks=pytest.mark.skipif(
-        "net" in PROVIDERS,
-        reason="a process that is killed in a READ or WRITE through libfabric "
-        "1.17's shm leaves a lock behind in the memory of the other"))],
-    ids=["default", "shm"])
-
-
 two_providers = pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 each_provider = pytest.mark.parametrize("provider", PROVIDERS,
                                         ids=[p or "default" for p in PROVIDERS])

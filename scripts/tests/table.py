@@ -56,8 +56,6 @@ class Entry(typing.NamedTuple):
     refused_by: list = []
     # Providers that lose something on a busy machine. They came and went with net.
     lossy_over: list = []
-    # Four clients at once are tried over all providers, and not over two.
-    every_provider: bool = False
     # One endpoint of the server is for all, so there are no sessions with a line each
     # about their beginning and their end, and a message begins in another way: what
     # others have in test_messages.py, this one has in test_crowd.py.
@@ -73,10 +71,6 @@ class Entry(typing.NamedTuple):
     bad_sessions: dict = {}
     # A message that gives its server something to do; where it has `fill`, that does.
     work: bytes = b""
-    # What its server says when a client leaves before it has got what it wanted.
-    left: str = "Done"
-    # Its server tells a client what is wrong, and waits until the client leaves.
-    tells_why: bool = False
     # A CONNECT has a number before the address: the same in all of a client.
     numbered: bool = False
     # Makes a request to fill pages, where the program has one.
@@ -267,7 +261,6 @@ TABLE = {
         wrong=WRONG_TEXTS,
         sizes=[["x"], ["0123456789" * 6000]],
         others=["0123456789" * 6000],
-        every_provider=True,
         longest_text=65532,
         bad_sessions={**BAD_PLAIN, "after a good one": [plain(TEXT) + b"text", plain(7)]},
         work=plain(TEXT) + b"x" * 60000,
@@ -295,7 +288,6 @@ TABLE = {
         others=["65536", "100", "3"],
         long_begun="^.*RandomFill.*=1048576",
         imm_data=True,
-        every_provider=True,
         once=["65536", "100", "1"],
         bad_sessions={**BAD_PLAIN, **bad_fills(fill_repeatedly, 1 << 20, 64),
                       **bad_repeats(fill_repeatedly), "PROGRESS": [plain(PROGRESS)]},
@@ -326,7 +318,6 @@ TABLE = {
         killed_in="test_file.py",
         bad_sessions=BAD_FILES,
         work=GOOD_PUT,
-        tells_why=True,
         most_added=45),
     "10_lock": Entry(
         success="Data is correct.",
@@ -361,7 +352,6 @@ TABLE = {
         short=["1", "1"],
         others=["5", "50"],
         killed_in="test_crowd.py",
-        every_provider=True,
         one_endpoint=True,
         bad_sessions=BAD_CROWDS,
         most_removed=41),
@@ -372,12 +362,10 @@ TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     guarded=True,
     long=["1048576", "200", "100000"],
     wrong={**WRONG_PAGES, **WRONG_REPEATS, "too much": [ADDRESS, str(1 << 20), "513"]},
-    every_provider=False,
     bad_sessions={**BAD_GUARDED, **bad_fills(nonce_fill, 1 << 20, 512), **bad_repeats(nonce_fill),
                   "PROGRESS": [base(PROGRESS)], "WAIT": [base(WAIT)]},
     fill=nonce_fill)
 # It does, too, through several adapters.
 TABLE["11_rails"] = TABLE["7_queue"]._replace(
     numbered=True,
-    wrong={**WRONG_PAGES, **WRONG_REPEATS, **WRONG_LISTS},
-    every_provider=False)
+    wrong={**WRONG_PAGES, **WRONG_REPEATS, **WRONG_LISTS})

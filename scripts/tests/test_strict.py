@@ -114,7 +114,9 @@ def test_rules(strict, place, program, provider):
         assert len(shares(server, 1)) == 3 and min(shares(server, 1).values()) > 0
 
 
-@all_programs
+@pytest.mark.parametrize("place,program", [
+    pair for pair in ALL if pair[0] == BUILD or pair[1] == "7_queue"],
+    ids=lambda value: "-gpu" if value == CUDA else "" if value == BUILD else value)
 @pytest.mark.every_program
 def test_harsh(strict, place, program):
     check_transfer(strict(program, "shm", place, **HARSH))

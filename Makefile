@@ -211,7 +211,7 @@ demo:
 # Tries the programs on this machine, and prints a block to send to us. What can't be
 # built is part of it.
 report:
-	@scripts/install-deps.sh build report
+	@scripts/install-deps.sh build
 	-@$(MAKE) --no-print-directory -k $(sort $(addprefix $(BUILD)/,4_hello 6_write \
 	  7_queue $(CHAPTER) watch.so))
 	@BUILD='$(BUILD)' CHAPTER='$(CHAPTER)' python3 scripts/report.py

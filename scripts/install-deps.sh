@@ -1,8 +1,8 @@
 #!/bin/bash
 # Installs what is missing and nothing else. Says what it is about to run.
 #
-# Usage: scripts/install-deps.sh [GROUP...]: build (the default), report,
-# exercise, test, rdma, machine, bench, bench-crowd, lint, figures, book
+# Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise,
+# test, rdma, machine, bench, bench-crowd, lint, figures, book
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -49,7 +49,7 @@ for group in "$@"; do
     build)
       need g++ gcc-c++ command -v "${CXX:-g++}"
       need make make command -v make
-      # Run by "make 4.1", "make diff-4.1" and "make watch-2".
+      # Run by "make 4.1", "make diff-4.1", "make watch-2" and "make report".
       need python3 python3 command -v python3
       need "pkg-config libfabric-dev" "pkgconf-pkg-config libfabric-devel" \
         has_libfabric
@@ -59,9 +59,6 @@ for group in "$@"; do
       need libxxhash-dev xxhash-devel has_xxhash
       # 2_verbs does without libfabric.
       need libibverbs-dev rdma-core-devel has_verbs
-      ;;
-    report)
-      need python3 python3 command -v python3
       ;;
     exercise)
       need python3-pytest python3-pytest python_with pytest
@@ -87,6 +84,8 @@ for group in "$@"; do
       need cpio cpio command -v cpio
       ;;
     bench)
+      # Links between namespaces.
+      need iproute2 iproute command -v ip
       need iperf3 iperf3 command -v iperf3
       need socat socat command -v socat
       need python3-matplotlib python3-matplotlib python_with matplotlib
@@ -115,7 +114,7 @@ for group in "$@"; do
       need npm nodejs-npm command -v npm
       ;;
     *)
-      echo "usage: $0 [build] [report] [exercise] [test] [rdma] [machine] [bench]" \
+      echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench]" \
         "[bench-crowd] [lint] [figures] [book]" >&2
       exit 2
       ;;

@@ -168,6 +168,8 @@ $(LIBRARIES): SHARED := -shared -fPIC
 $(TOOLS) $(LIBRARIES): $(BUILD)/.flags
 	$(CXX) $(OUR_CXXFLAGS) $(TOOL_CXXFLAGS) $(LIBFABRIC_CXXFLAGS) $(SHARED) -o $@ \
 	  $(filter scripts/%.cpp,$^) $(LDFLAGS) $(LIBFABRIC_LIBS)
+$(BUILD)/bench_allreduce: scripts/bench/bench_allreduce.cpp $(BUILD)/.flags
+	mpicxx $(OUR_CXXFLAGS) $(CXXFLAGS) -o $@ $<
 
 # The programs that use GPUs, built once more for machines without a GPU and without
 # the CUDA Toolkit: a folder that looks like the toolkit's holds a header and a
@@ -251,15 +253,16 @@ fuzz:
 	@BUILD=build python3 scripts/tests/fuzz.py $(ARGS)
 
 # Each has its variables at the top of its file in scripts/bench/.
-BENCHES := bench bench-variants bench-file bench-lock bench-rails bench-crowd
+BENCHES := bench bench-variants bench-file bench-lock bench-rails bench-crowd bench-ring
 bench bench-variants: MEASURED := 7_queue bench_loop
 bench-file: MEASURED := 7_queue 9_file
 bench-lock: MEASURED := 10_lock
 bench-rails: MEASURED := 7_queue 11_rails
 bench-crowd: MEASURED := 13_crowd
+bench-ring: MEASURED := 15_ring bench_allreduce
 .PHONY: $(BENCHES)
 $(BENCHES):
-	@scripts/install-deps.sh build $(if $(filter %-crowd,$@),$@,bench)
+	@scripts/install-deps.sh build $(if $(filter %-crowd %-ring,$@),$@,bench)
 	@$(MAKE) --no-print-directory $(MEASURED:%=$(BUILD)/%)
 	@BUILD=$(BUILD) scripts/bench/bench.sh $(if $(filter bench,$@),queue,$(@:bench-%=%))
 
@@ -362,5 +365,6 @@ help-all: help
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
 	@echo 'make bench-rails measure 11_rails beside what several links can do'
 	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
+	@echo 'make bench-ring measure 15_ring beside MPI_Allreduce'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'

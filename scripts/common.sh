@@ -79,6 +79,11 @@ comes_from() {  # PROGRAM ANCESTOR
   return 1
 }
 
+# Succeeds if the sides of a program are peers, as those of 15_ring: its usage says so.
+peers() {  # PROGRAM
+  grep -qs 'FOLDER RANK N' "src/$(basename "$1").cpp"
+}
+
 # Prints the path of the browser that draws the figures.
 browser() {
   command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||

@@ -1,12 +1,14 @@
 #!/bin/bash
-# Runs a server and a client side by side, as two terminals would.
-# Exits with the client's status.
+# Runs a server and a client side by side, as two terminals would; of a program of peers,
+# four ranks. Exits with the client's status.
 #
 # Usage: scripts/demo.sh PROGRAM [CLIENT_ARGUMENT...]
 set -euo pipefail
 
 program=$1
 shift
+. "$(dirname "$0")/common.sh"
+! peers "$program" || exec "$(dirname "$0")/peers.sh" "$program" "$@"
 # These move 33 GB by default, which is more than a demonstration needs.
 case $#:$(basename "$program") in
   0:7_queue | 0:14_strangers) set -- 65536 1000 50 ;;

@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise,
-# test, rdma, machine, bench, bench-crowd, lint, figures, book
+# test, rdma, machine, bench, bench-crowd, bench-ring, lint, figures, book
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -42,6 +42,10 @@ has_verbs() {
 
 has_redis() {
   command -v redis-server && command -v redis-benchmark
+}
+
+has_mpi() {
+  command -v mpirun && command -v mpicxx
 }
 
 for group in "$@"; do
@@ -99,6 +103,9 @@ for group in "$@"; do
       # Patches a copy of 13_crowd.
       need git git command -v git
       ;;
+    bench-ring)
+      need "openmpi-bin libopenmpi-dev" "openmpi openmpi-devel" has_mpi
+      ;;
     lint)
       need clang-format clang-tools-extra command -v clang-format
       ;;
@@ -115,7 +122,7 @@ for group in "$@"; do
       ;;
     *)
       echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench]" \
-        "[bench-crowd] [lint] [figures] [book]" >&2
+        "[bench-crowd] [bench-ring] [lint] [figures] [book]" >&2
       exit 2
       ;;
   esac

@@ -646,10 +646,10 @@ struct Session {
 
 // A way between an adapter here and another one there, with its own session.
 struct Rail {
-  std::optional<Buffer> memory;  // of the WRITEs, registered with this adapter
+  // Of the WRITEs, registered with this adapter. Server: once asked over it.
+  std::optional<Buffer> memory;
   Session session;
   bool accepted = false;  // client: the server has answered
-  bool asked = false;     // server: the request has come over it
 
   // Server: where the client's memory is, for this rail, and our WRITEs to it.
   uint64_t remote_addr = 0;
@@ -861,7 +861,7 @@ struct ServedClient {
       }
     }
     rails.ForEach([&](Rail& rail) {
-      if (rail.asked && !done) ContinuePostWrite(rail);
+      if (rail.memory && !done) ContinuePostWrite(rail);
     });
     if (done) {
       if (source) PrintProgress();
@@ -878,7 +878,7 @@ struct ServedClient {
   void HandleRequest(const Message& message, Rail& rail) {
     const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
     AppRandomFillMessage msg = {};
-    if (rail.asked || body.size() < sizeof(msg)) throw BadMessage("request");
+    if (rail.memory || body.size() < sizeof(msg)) throw BadMessage("request");
     body.copy(reinterpret_cast<char*>(&msg), sizeof(msg));
     if (!source) {
       request = msg;
@@ -886,7 +886,8 @@ struct ServedClient {
     }
     rail.remote_addr = msg.addr;
     rail.remote_key = msg.rkey;
-    rail.asked = true;
+    rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
+                        source->gpu, source->data);
   }
 
   // Compares each value in the message with what was received and what was
@@ -922,10 +923,6 @@ struct ServedClient {
   // Lets a rail take the next WRITEs, as far as libfabric has room: the queue
   // stays short, however long the transfer is.
   void ContinuePostWrite(Rail& rail) {
-    if (!rail.memory) {
-      rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
-                          source->gpu, source->data);
-    }
     bool several = rails.all.size() > 1;
     if (rail.memory->in_flight == 0) rail.completed_at = Clock::now();
     if (several && Clock::now() - rail.completed_at > kRailLimit) {

@@ -70,6 +70,7 @@ constexpr size_t kPieceAlign = 64;            // bytes: a line of the cache
 constexpr size_t kMaxPieceSize = 1 << 20;     // bytes that a client asks for
 constexpr size_t kMaxPieces = 10'000;         // that a client asks for
 constexpr size_t kSamples = 100;              // of each of our measurements
+
 constexpr auto kAlivePeriod = 1s;  // between two messages that we are alive
 
 // ---- Errors and signals ----
@@ -270,9 +271,9 @@ struct RdmaOp {
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
   size_t len = 0;            // bytes; of a RECV, set when a message has arrived
-  size_t offset = 0;         // of a WRITE or READ, in buf
-  uint64_t remote_addr = 0;  // of a WRITE or READ: where, as the owner has said
-  uint64_t remote_key = 0;   // of a WRITE or READ: from the owner, too
+  size_t offset = 0;         // of what is one-sided, in buf
+  uint64_t remote_addr = 0;  // of what is one-sided: where, as the owner said
+  uint64_t remote_key = 0;   // of what is one-sided: from the owner, too
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
 
@@ -617,7 +618,7 @@ void PrintClientCommand(const char* program, const Address& addr) {
   printf("%s %s\n", program, ToHex(addr).c_str());
 }
 
-// The answer to a MALLOC: memory that its owner lets the other side use.
+// Memory that its owner lets the other side use.
 struct AppMemoryRegion {
   uint64_t addr;
   uint64_t size;  // bytes
@@ -825,13 +826,13 @@ void ServerMain(const char* program, bool gpu) {
 }
 
 // What the client does with the server's memory.
-struct MallocClient {
+struct MemoryClient {
   Pool pool;  // our own: whatever we WRITE or READ has its place here
   std::optional<Buffer> other;  // a buffer outside of it
   Session session;
   Clock::time_point alive_at;
 
-  explicit MallocClient(Domain& domain)
+  explicit MemoryClient(Domain& domain)
       : pool(domain, kClientPoolSize, FI_READ | FI_WRITE), session(domain) {}
 
   // Waits until `done` returns true. Tells the server now and then that we are
@@ -920,7 +921,7 @@ std::string MakeData(size_t size, uint64_t seed) {
 
 // Borrows pieces of random sizes, fills them, reads them back, compares, and
 // gives them back in another order.
-void UsePieces(MallocClient& client, size_t num_pieces) {
+void UsePieces(MemoryClient& client, size_t num_pieces) {
   Pool& pool = client.pool;
   std::mt19937_64 random{std::random_device{}()};
   std::vector<AppMemoryRegion> pieces;
@@ -983,7 +984,7 @@ void PrintMedian(const char* what, const std::function<void()>& something) {
 }
 
 // Compares what the chapter compares.
-void Measure(MallocClient& client) {
+void Measure(MemoryClient& client) {
   constexpr size_t kSize = 65536;
   AppMemoryRegion small = client.RemoteMalloc(64);
   AppMemoryRegion large = client.RemoteMalloc(kSize);
@@ -1014,7 +1015,7 @@ void Measure(MallocClient& client) {
 // Runs the client. Throws unless it gets what it asks for.
 void ClientMain(const Address& server_addr, bool gpu, size_t num_pieces) {
   Domain domain(gpu);
-  MallocClient client(domain);
+  MemoryClient client(domain);
   client.session.Connect(server_addr);
   UsePieces(client, num_pieces);
   Measure(client);

@@ -1,8 +1,7 @@
 // 9_file: a file, as fast as the receiver can take it.
 //
-// The receiver lends slots of its memory and says when each of them is free
-// again, which is a credit. The sender WRITEs a chunk of the file into a slot
-// only if it has the credit for it.
+// The client WRITEs chunks of the file into slots of memory that the server
+// lends it, each as soon as the server says that it is free: a credit.
 //
 // Based on 7_queue.
 
@@ -603,7 +602,7 @@ struct AppPutMessage {
 };
 
 // READY: the slots that the client gets. Chunk i of the file goes to slot
-// i % num_slots, each time that this slot is free.
+// i % num_slots.
 struct AppReadyMessage {
   uint64_t addr;  // of the slots, one after the other
   uint64_t rkey;  // with which the client may WRITE to them
@@ -709,8 +708,9 @@ struct ServedClient {
     Task save;
   };
 
-  size_t number;                   // of the client; begins each line about it
-  int dir;                         // for the file
+  size_t number;  // of the client; begins each line about it
+  int dir;        // for the file
+
   std::optional<TargetFile> file;  // from PUT until it is saved
   std::optional<Buffer> buf;       // all slots, one after the other
   Session session;
@@ -775,7 +775,7 @@ struct ServedClient {
   // Does what a message asks for.
   void HandleMessage(const Message& message) {
     if (message.type == AppMessageType::kProgress) return;
-    if (slots.empty()) {
+    if (!buf) {
       HandlePut(BodyOf(message, AppMessageType::kPut));
     } else {
       HandleChunk(BodyOf(message, AppMessageType::kChunk));
@@ -801,10 +801,11 @@ struct ServedClient {
     file_size = put.file_size;
     num_chunks = CountChunks(file_size);
     // A small file does not need all that the client would like to have.
-    slots.resize(std::clamp<uint64_t>(num_chunks, 1, put.num_slots));
-    for (size_t i = 0; i < slots.size(); ++i) slots[i].chunk = i;
+    size_t num_slots = std::clamp<uint64_t>(num_chunks, 1, put.num_slots);
+    slots.resize(num_slots);
+    for (size_t i = 0; i < num_slots; ++i) slots[i].chunk = i;
     // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
-    buf.emplace(session.domain, slots.size() * kChunkSize,
+    buf.emplace(session.domain, num_slots * kChunkSize,
                 FI_REMOTE_WRITE | FI_RECV);
     AppReadyMessage ready = {};
     // The client names a place in our memory by its address or, if the provider
@@ -813,10 +814,10 @@ struct ServedClient {
       ready.addr = reinterpret_cast<uint64_t>(buf->data.get());
     }
     ready.rkey = fi_mr_key(buf->mr);
-    ready.num_slots = slots.size();
+    ready.num_slots = num_slots;
     session.Send(AppMessageType::kReady, BytesOf(&ready, sizeof(ready)));
     printf("[%zu] Receiving %s: %zu bytes into %zu slots\n", number,
-           name.c_str(), size_t(file_size), slots.size());
+           name.c_str(), size_t(file_size), num_slots);
     start_at = reported_at = Clock::now();
   }
 

@@ -1,7 +1,7 @@
 #!/bin/bash
 # Runs a benchmark with a Python that can draw, where there is one.
 #
-# Usage: scripts/bench/bench.sh queue|variants|file|lock|rails|crowd
+# Usage: scripts/bench/bench.sh queue|variants|file|lock|rails|crowd|ring
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 . scripts/common.sh

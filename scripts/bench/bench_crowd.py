@@ -1,10 +1,10 @@
 """Measures 13_crowd, beside the same server with an endpoint for each client, and redis.
 In turn, each with 1, 10 and 100 clients in one process, which ask for one thing at a
-time, a PUT and a GET by turns:
+time:
   one endpoint      13_crowd,
   an endpoint each  13_crowd changed by crowd_endpoints.patch,
   redis             redis-server and redis-benchmark over TCP: as many SETs, then as many
-                    GETs, with keys and values as long as those of 13_crowd. Its times
+                    GETs, with values as long as the texts of 13_crowd. Its times
                     are the means of both. Don't compare them with ours: each client
                     asks once in CLIENTS / (requests a second), and with 100 clients
                     redis-benchmark counts half of that, and 13_crowd nearly all.
@@ -29,7 +29,7 @@ from bench import BUILD, ROOT, background, read_until, show
 
 CLIENTS = sorted(int(number) for number in os.environ.get("CLIENTS", "1 10 100").split())
 COUNT = int(os.environ.get("COUNT", 100000))
-# Of 13_crowd: "key of client 1234567890" and ": 1234" after it.
+# As long as a text of 13_crowd: "12345678901234567890, text 123".
 KEY = "key of client __rand_int__"  # redis-benchmark puts 12 digits there
 VALUE_SIZE = 30
 # Of a run: requests a second, half and 99 % of the times up to so many us, the most
@@ -67,8 +67,8 @@ def measure_crowd(program, provider, clients):
             read_until(client, "clients are connected")
             cpu = cpu_seconds(server)
             replies, *found = map(float, read_until(
-                client, r"(\d+) replies, all correct, (\d+) a second: "
-                        r"half took up to (\d+) us, 99 % up to (\d+) us").groups())
+                client, r"(\d+) texts, all correct, (\d+) a second: half of the answers "
+                        r"took up to (\d+) us, 99 % up to (\d+) us").groups())
             cpu = cpu_seconds(server) - cpu
             return dict(zip(MEASURED, [*found, memory_mb(server), cpu / replies * 1e6]))
 

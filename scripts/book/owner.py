@@ -217,7 +217,7 @@ FIGURES = {
         messages that it never reads, so this one does not arrive. The server forgets the
         client and removes its address, but the endpoint stays open for all others. The buffer
         is the server's again with the SEND's completion, which brings an error. Without that
-        completion it stays in flight, and its record in the list leaving.""",
+        completion it stays in flight.""",
         Lane("the server's, for a SEND",
              [(12, "mine", "mine"), (92, "flight", "in flight"), (392, "mine", "mine")],
              [(92, ["post"], "bold"), (242, ["forgotten:", "fi_av_remove"], ""),
@@ -243,6 +243,24 @@ FIGURES = {
              [(132, ["copied"], "bold"), (412, ["fi_close", "has returned"], "bold")]),
         [("data", 122, 142)],
         []),
+    15: Figure(
+        "Who owns it now? A block of my array, and a slot of my right neighbour",
+        """Time runs from left to right, in two lanes. A block of my array is mine until I post
+        WRITE n of it, and again with the completion. The slot at my right neighbour is lent to
+        me, and in flight from the post on. Number n, which arrives with the WRITE, makes it the
+        neighbour's, who adds it to its own array. Its credit lends me the slot again, here
+        before my WRITE has completed. Only after both, the credit and the completion, do I post
+        WRITE n + 8 into the slot, from another block.""",
+        Lane("a block of the array",
+             [(12, "mine", "mine"), (92, "flight", "in flight"), (346, "mine", "mine, to change")],
+             [(92, ["post"], "bold"), (346, ["completion"], "bold")]),
+        Lane("a slot of my right neighbour",
+             [(12, "lent", "lent"), (92, "flight", "in flight"), (186, "theirs", "adds it"),
+              (266, "lent", "lent again"), (400, "flight", "in flight")],
+             [(186, ["number n"], "bold"), (266, ["credit"], "bold"),
+              (400, ["both: post"], "bold")]),
+        [("data", 102, 176), ("reply", 196, 338), ("call up", 268, 310), ("data", 410, 470)],
+        [(118, 2, "WRITE n", "end"), (432, 2, "WRITE n + 8", "end")]),
 }
 
 

@@ -6,6 +6,7 @@
 # Usage, in the root of the repository, which all machines have to see:
 #   sbatch -N 2 scripts/cluster/slurm.sh 7_queue [CLIENT_ARGUMENT...]
 #   sbatch -N 3 --ntasks-per-node=4 scripts/cluster/slurm.sh 13_crowd   # 8 clients
+#   sbatch -N 4 scripts/cluster/slurm.sh 15_ring [FLOATS]   # peers: a rank on each
 # Variables, which sbatch hands on to the job, as it does with FI_PROVIDER:
 #   SERVER_ARGUMENTS  for 9_file: a folder
 #   ADDRESS_LIMIT     seconds that the server may take to print its address (60)
@@ -22,6 +23,18 @@ program=${BUILD:-build}/$1
 shift
 [ -x "$program" ] || fail "there is no $program in $PWD on $SLURMD_NODENAME; run make," \
   "and sbatch in the root of the repository, in a folder that all machines see"
+
+. scripts/common.sh
+if peers "$program"; then
+  # Their folder has to be new, and seen by all machines. Slurm gives them their ranks.
+  # They end together, so 30 s after the first one, the others wait for one that never came.
+  folder=${BUILD:-build}/ring.$SLURM_JOB_ID
+  # shellcheck disable=SC2016  # for the shell of each rank
+  exec srun --label --wait=30 -n $((SLURM_JOB_NUM_NODES * ${SLURM_NTASKS_PER_NODE:-1})) \
+    -c "$SLURM_CPUS_PER_TASK" bash -c 'program=$1 folder=$2; shift 2
+      exec "$program" "$folder" "$SLURM_PROCID" "$SLURM_NTASKS" "$@"' \
+    rank "$program" "$folder" "$@"
+fi
 
 # Slurm runs this script on the first machine.
 echo "server on $SLURMD_NODENAME; machines of this job: $SLURM_JOB_NODELIST"

@@ -26,7 +26,6 @@ def test_interrupted_holder(serve, provider, signum):
     # Nobody has waited for the end of a lease, and nothing has changed in the ledger.
     assert "of others that we ended: 0" in other.output
     server.process.wait_for("^the log has 8 entries .0 holes., the ledger 5 changes")
-    assert not server.errors()
     server.stop()
 
 

@@ -18,7 +18,7 @@ def crowd(server, *arguments):
 
 def check_goodbye(server, *crowds):
     """The server ends soon, and so do its clients."""
-    server.process.wait_for(r"clients, \d+ requests so far")
+    server.process.wait_for(r"clients, \d+ texts so far")
     start = time.monotonic()
     server.stop()
     for clients in crowds:
@@ -45,9 +45,9 @@ def test_one_stands_still(serve, provider):
     still.signal(signal.SIGCONT)
 
 
-def test_replies_are_right(serve):
+def test_answers_are_right(serve):
     """As before."""
     server = serve("13_crowd")
     client = server.start_client("20", "100")
-    assert client.wait() == 0 and "\n2000 replies, all correct, " in client.output
+    assert client.wait() == 0 and "\n2000 texts, all correct, " in client.output
     server.stop()

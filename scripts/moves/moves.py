@@ -34,8 +34,6 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 # For subprocess, also of Python 3.6.
 TEXT = {"universal_newlines": True, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
 MOST_ADDED = 120  # lines, in a move
-# One that replaces the sessions and the application of its parent may add more.
-MOST_ADDED_BY = {"13.1 number": 240}
 MOST_IN_ALL = 1.25  # lines that all moves add, for each one that the step adds
 LONGEST_LINE = 80
 CONTEXT = 1  # lines beside a hunk: what is farther away may change, and the patch stays
@@ -237,9 +235,8 @@ def check(step, root=ROOT, compiled=False):
             messages.append(f"{move}: it has no title")
         added, _ = count(*texts[k - 1:k + 1])
         total += added
-        limit = MOST_ADDED_BY.get(move, MOST_ADDED)
-        if added > limit:
-            messages.append(f"{move}: it adds {added} lines; {limit} is the limit")
+        if added > MOST_ADDED:
+            messages.append(f"{move}: it adds {added} lines; {MOST_ADDED} is the limit")
         messages += [f"{move}: line {at} is longer than {LONGEST_LINE} characters"
                      for at, line in enumerate(texts[k].split("\n"), 1)
                      if len(line) > LONGEST_LINE]

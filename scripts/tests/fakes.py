@@ -10,9 +10,8 @@ import time
 
 from harness import BUILD, provider_in
 from messages import (ACCEPT, BYE, CONNECT, CREDIT, FAILED, FREE, MALLOC, PROGRESS, READY,
-                      REFUSAL, REPLY, WAIT, base, crowd, crowd_request, plain,
-                      put, read_crowd, read_reply, request, type_and_nonce, type_of,
-                      with_nonce)
+                      REFUSAL, REPLY, TEXT, WAIT, base, crowd, plain, put, read_crowd,
+                      read_reply, request, type_and_nonce, type_of, with_nonce)
 from table import TABLE
 
 
@@ -274,12 +273,11 @@ class CrowdGuest(FakeClient):
     def __init__(self, run, server):
         super().__init__(run, server)
         self.number = new_number()
-        self.sequence = 0
 
     def send_line(self, message, as_it_is=False):
         """The command that sends it, if it is long enough with our number."""
-        if not as_it_is and len(message) >= 16:
-            message = message[:8] + struct.pack("<Q", self.number) + message[16:]
+        if not as_it_is and len(message) >= 12:
+            message = message[:4] + struct.pack("<Q", self.number) + message[12:]
         return "send " + message.hex()
 
     def connect(self, address=None):
@@ -297,17 +295,10 @@ class CrowdGuest(FakeClient):
         self.send(self.connect())
         return self.receive()
 
-    def request(self, type_, key=b"key", value=b""):
-        """A request with the next number in sequence."""
-        self.sequence += 1
-        return crowd_request(type_, key, value, self.sequence)
-
-    def ask(self, type_, key=b"key", value=b""):
-        """Asks for something. Returns the reply."""
-        self.send(self.request(type_, key, value))
-        reply = self.receive()
-        assert reply.sequence == self.sequence, reply
-        return reply
+    def check_text(self, text=b"text"):
+        """The server reverses it."""
+        self.send(crowd(TEXT, text))
+        assert self.receive()[::2] == (TEXT, text[::-1])
 
     def leave(self):
         self.send(crowd(BYE))
@@ -326,7 +317,7 @@ class CrowdHost(CrowdGuest):
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
         self.client = run([f"{build}/13_crowd", self.address, *args], provider)
         connect = read_crowd(self.receive_any())
-        assert (connect.type, connect.sequence) == (CONNECT, 0)
+        assert connect.type == CONNECT
         self.number = connect.number
         self.client_address = connect.body.hex()
         self.peer(self.client_address)
@@ -338,5 +329,5 @@ class CrowdHost(CrowdGuest):
             pass
         return message
 
-    def reply(self, type_, value=b"", sequence=1):
-        self.send(crowd(type_, value, sequence))
+    def reply(self, type_, body=b""):
+        self.send(crowd(type_, body))

@@ -28,8 +28,8 @@ import time
 import traceback
 
 from harness import BUILD, LIBFABRIC_LEAKS, Process, Server, owned_shm_files
-from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, DELETE, DONE, FINISH, FREE, GET,
-                      JOIN, LONGEST, MALLOC, PROGRESS, PUT, RANDOM_FILL, STORE, TABLE_ALIVE,
+from messages import (ACCEPT, ALIVE, BYE, CHUNK, CONNECT, FREE, JOIN, LONGEST,
+                      MALLOC, PROGRESS, PUT, RANDOM_FILL, TABLE_ALIVE,
                       TEXT, WAIT, type_of)
 from repository import ROOT
 
@@ -44,7 +44,7 @@ SANITIZER = re.compile("AddressSanitizer|LeakSanitizer|runtime error:")
 
 # ---- The messages ----
 
-SIZES = {"type": 4, "nonce": 4, "sequence": 4, "page_size": 4, "imm_data": 4}  # else 8 bytes
+SIZES = {"type": 4, "nonce": 4, "page_size": 4, "imm_data": 4}  # else 8 bytes
 BOUNDARIES = [0, 1, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**63, 2**64 - 8,
               2**64 - 1]
 # Values that a field only just may have, or only just may not.
@@ -131,7 +131,7 @@ def pool_requests(rng, number):
 
 
 def table_requests(rng, number):
-    return [Message(type=JOIN), *(Message(type=rng.choice([JOIN, FINISH, TABLE_ALIVE]))
+    return [Message(type=JOIN), *(Message(type=rng.choice([JOIN, TABLE_ALIVE]))
                                   for _ in range(rng.randrange(4)))]
 
 
@@ -151,17 +151,9 @@ def file_of_zeros(rng, number):
     return messages
 
 
-def store_requests(rng, number):
-    messages = []
-    for sequence in range(1, rng.choice([2, 3, 5, 12])):
-        kind = rng.choice([GET, STORE, STORE, DELETE])
-        value = b"v" * rng.choice([0, 1, 100, 1024])
-        messages.append(Message(
-            type=kind, sequence=sequence, number=0,
-            body=b"k" * rng.choice([0, 1, 3, 64]) + b"\0" + value * (kind == STORE)))
-    if rng.random() < 0.1:
-        messages.append(Message(type=DONE, sequence=0, number=0))
-    return messages
+def texts_of_a_crowd(rng, number):
+    return [Message(type=TEXT, number=0, text=b"x" * rng.choice([0, 1, 100, 1024]))
+            for _ in range(rng.choice([1, 2, 4, 11]))]
 
 
 SESSIONS = {
@@ -173,7 +165,7 @@ SESSIONS = {
     "10_lock": table_requests,
     "11_rails": fills(),
     "12_sleep": texts,
-    "13_crowd": store_requests,
+    "13_crowd": texts_of_a_crowd,
     "14_strangers": fills("nonce"),
 }
 
@@ -235,7 +227,7 @@ class Sender:
     def message(self, type_, **fields):
         """A CONNECT or a BYE."""
         if self.program == "13_crowd":
-            return Message(type=type_, sequence=0, number=self.key, **fields)
+            return Message(type=type_, number=self.key, **fields)
         if self.program == "14_strangers":
             return Message(type=type_, nonce=self.key, **fields)
         return Message(type=type_, **fields)

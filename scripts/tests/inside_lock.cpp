@@ -52,7 +52,7 @@ int main() {
   g_table = memory.table;
   Session server(domain);
   g_server = &server;
-  TableClient client(domain);
+  MemoryClient client(domain);
   Bookkeeper keeper{client};
   Endpoint& endpoint = client.session.endpoint;
   client.session.peer = endpoint.AddPeerAddress(server.endpoint.addr);
@@ -66,10 +66,9 @@ int main() {
   endpoint.ep.ptr->rma = &rma_ops;
   g_table->ledgers[0] = {.total = 4, .changes = {0, 4}};
   g_table->turn = Turn{.ticket = 1, .ledger = 0}.Word();
-  try {
-    keeper.Check();
-  } catch (const std::exception& e) {
-    printf("wrong: %s\n", e.what());
+  std::string wrong = keeper.Check();
+  if (!wrong.empty()) {
+    printf("wrong: %s\n", wrong.c_str());
     return 1;
   }
   printf("READs: %zu, total: %lu\n", g_reads, keeper.ledger.total);

@@ -6,13 +6,12 @@ import typing
 LONGEST = 65536  # bytes of a message
 
 CONNECT, ACCEPT, BYE, WAIT, REFUSED = range(1, 6)
-TEXT = 6  # of 5_reverse and 12_sleep
+TEXT = 6  # of 5_reverse, 12_sleep and 13_crowd
 RANDOM_FILL, PROGRESS = 6, 7  # of 6_write, 7_queue, 11_rails and 14_strangers
 MALLOC, FREE, REPLY, REFUSAL, ALIVE = range(6, 11)  # of 8_malloc
 PUT = 6  # and PROGRESS, of 9_file
 READY, CHUNK, CREDIT, SAVED, FAILED = range(8, 13)
-JOIN, FINISH, TABLE_REPLY, TABLE_ALIVE = range(7, 11)  # of 10_lock
-GET, STORE, DELETE, DONE, NOT_FOUND, FULL = range(6, 12)  # of 13_crowd
+JOIN, TABLE_REPLY, TABLE_ALIVE = 7, 9, 10  # of 10_lock
 
 
 def plain(type_):
@@ -109,23 +108,17 @@ def credit(slot):
     return plain(CREDIT) + struct.pack("<Q", slot)
 
 
-def crowd(type_, body=b"", sequence=0):
+def crowd(type_, body=b""):
     """A message of 13_crowd. What sends it puts in the number of the client."""
-    return struct.pack("<2IQ", type_, sequence, 0) + body
-
-
-def crowd_request(type_, key=b"", value=b"", sequence=1):
-    """A request to the server of 13_crowd."""
-    return crowd(type_, key + b"\0" + value, sequence)
+    return struct.pack("<IQ", type_, 0) + body
 
 
 class CrowdMessage(typing.NamedTuple):
     """A message of 13_crowd."""
     type: int
-    sequence: int
     number: int
     body: bytes
 
 
 def read_crowd(message):
-    return CrowdMessage(*struct.unpack_from("<2IQ", message), message[16:])
+    return CrowdMessage(*struct.unpack_from("<IQ", message), message[12:])

@@ -1,7 +1,8 @@
 """13_crowd: one endpoint for all clients. Whatever one of them does, the others get
 their answers, each once and the right one, and the server's memory is bounded.
 
-KILLS=100 scripts/test.sh -k test_crowd.py        kills 100 of 150 clients
+KILLS=100 scripts/test.sh -k test_crowd.py        kills 100 of 150 clients, and runs
+                                                  over each provider what two do for
 CLIENTS=10000 scripts/test.sh -k test_one_after_the_other_of_a_crowd"""
 
 import os
@@ -14,17 +15,24 @@ import time
 import pytest
 
 from fakes import CrowdGuest, CrowdHost
-from harness import LIBFABRIC_LEAKS, TIME_FACTOR, Server, is_here
-from marks import each_provider, not_over_verbs, two_providers
-from messages import (ACCEPT, BYE, CONNECT, DELETE, DONE, FULL, GET, NOT_FOUND, STORE,
-                      crowd, crowd_request)
-from repository import read_source, variant
+from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, Server, is_here
+from marks import not_over_verbs
+from messages import ACCEPT, BYE, CONNECT, TEXT, crowd
+from repository import broken, read_source, variant
 from table import BAD_CROWDS
 
 # How many clients of a crowd test_killed_crowd kills, and how many come one after the
 # other: see above.
 KILLS = int(os.environ.get("KILLS", "6"))
 CLIENTS = int(os.environ.get("CLIENTS", "200"))
+some_providers = pytest.mark.parametrize(
+    "provider", PROVIDERS if KILLS >= 50 else ["", "shm"], ids=lambda p: p or "default")
+one_provider = pytest.mark.parametrize(
+    "provider", PROVIDERS if KILLS >= 50 else [""], ids=lambda p: p or "default")
+each_provider = pytest.mark.parametrize("provider", PROVIDERS,
+                                        ids=[p or "default" for p in PROVIDERS])
+two_providers = pytest.mark.parametrize("provider", ["", "shm"],
+                                        ids=["default", "shm"])
 PROGRAM = "13_crowd"
 MAX_MESSAGE = 2048  # bytes
 
@@ -39,31 +47,39 @@ T Setting(const char* name, T value) {
   return text == nullptr ? value : T(atoll(text));
 }
 """
-SETTINGS = ["kMaxStoreSize", "kEntrySize", "kSilenceLimit", "kForgetAfter", "kMaxClients",
-            "kMaxInFlight", "kMaxUnsent"]
-# With DEAF, a client of a crowd asks and asks, and looks at nothing any more. With
-# FLOOD, it does look, but does not wait for the answers. With SLOWLY, it asks no faster
-# than a server can answer as long as there is room.
-MISBEHAVE = """
-    bool deaf = getenv("DEAF") != nullptr;
-    if (sequence >= 2 && (deaf || getenv("FLOOD") != nullptr)) {
-      int most = getenv("SLOWLY") != nullptr ? 5 : 100;
-      for (int i = 0; i < most && server->outbox.size() < 4; ++i) {
-        Ask(AppMessageType::kGet, key);
-      }
-      mailbox.PostBlocked();
-      if (!deaf) mailbox.Poll();
-      while (!deaf && mailbox.Take()) continue;
-      if (sequence / 5000 != (sequence - 100) / 5000) {
-        printf("asked %u\\n", sequence);
-      }
-      std::this_thread::sleep_for(1ms);
-      return false;
+SETTINGS = ["kSilenceLimit", "kForgetAfter", "kMaxClients", "kMaxUnsent"]
+# With TURNS, it says how often each of two peers has its turn while there is no room.
+TURNS = """
+int CheckTurns() {
+  static size_t tries[2] = {};
+  Domain domain;
+  std::shared_ptr<Peer> peers[2];
+  Mailbox mailbox(domain);
+  struct fi_ops_msg full = *mailbox.endpoint.ep.ptr->msg;
+  full.send = [](struct fid_ep*, const void*, size_t, void*, fi_addr_t addr, void*) {
+    ++tries[addr];
+    return ssize_t{-FI_EAGAIN};
+  };
+  mailbox.endpoint.ep.ptr->msg = &full;
+  for (fi_addr_t addr : {0, 1}) {
+    peers[addr] = std::make_shared<Peer>(domain);
+    peers[addr]->addr = addr;
+    for (int i = 0; i < 3; ++i) {
+      mailbox.Send(peers[addr], AppMessageType::kText);
     }
+  }
+  for (int i = 0; i < 10; ++i) mailbox.PostReady();
+  printf("turns: %zu and %zu\\n", tries[0], tries[1]);
+  return 0;
+}
+
+int main(int argc, char** argv) {
+  if (getenv("TURNS") != nullptr) return CheckTurns();
 """
 
+
 def variant_of(source):
-    """The program's source, with SETTINGS and MISBEHAVE."""
+    """The program's source, with SETTINGS and TURNS."""
     def replace(pattern, new):
         nonlocal source
         source, count = re.subn(pattern, new, source, flags=re.M)
@@ -76,14 +92,13 @@ def variant_of(source):
                 if not re.search(r"\d+m?s$", match[2]) else
                 f'const auto {match[1]} = decltype({match[2]})'
                 f'(Setting("{match[1]}", ({match[2]}).count()));')
-    replace(r"^  bool HasReply\(\) {\n", lambda match: match[0] + MISBEHAVE)
-    # So that an answer is as long as it can be.
-    replace(r'if \(put\) stored = (key [^;]*);',
-            r'if (put) stored = getenv("DEAF") ? std::string(1024, 0x78) : \1;')
+    replace(r"^int main\(int argc, char\*\* argv\) {\n", lambda match: TURNS)
     return source
 
 
 VARIANT = variant(PROGRAM, source=lambda: variant_of(read_source(PROGRAM)))
+# Its client may be deaf, and its server has any number of SENDs in flight to a client.
+BROKEN = variant(PROGRAM, source=lambda: variant_of(broken("scripts/breaks/13_crowd.patch")))
 
 
 @pytest.fixture
@@ -116,38 +131,19 @@ def check_crowd(crowd, clients, requests, timeout=60):
     """All of a crowd's clients got what they asked for, which they compare."""
     assert crowd.wait(timeout) == 0, crowd.output
     assert re.search(rf"^{clients} clients are connected\.\n{clients * requests} "
-                     "replies, all correct, ", crowd.output, re.M), crowd.output
+                     "texts, all correct, ", crowd.output, re.M), crowd.output
 
-
-# ---- By hand ----
 
 @pytest.mark.builds("plain")
 @each_provider
-def test_by_hand(serve, provider):
-    """A value is stored, returned, replaced and forgotten; beside a crowd."""
+def test_with_others(serve, provider):
+    """One client beside a crowd."""
     server = serve(PROGRAM, provider)
-
-    def ask(*args, answer="Done.", status=0):
-        client = server.start_client(*args)
-        assert client.wait() == status, client.output + server.process.output
-        assert client.output.endswith(f"\n{answer}\n"), client.output
-
     # On a busy machine, the socket of udp;ofi_rxd overflows, and what is lost is sent again
     # more and more seldom: a small crowd.
     clients = 4 if provider == "udp;ofi_rxd" else 20
     crowd = server.start_client(str(clients), "20", "50")
-    ask("put", "key", "value")
-    ask("get", "key", answer="value")
-    if provider == "":
-        nothing = {"answer": "error: the server has no such key", "status": 1}
-        ask("put", "key", "")
-        ask("get", "key", answer="")
-        ask("delete", "key")
-        ask("delete", "key", **nothing)
-        ask("get", "key", **nothing)
-        longest = "k" * 64, "v" * 1024
-        ask("put", *longest)
-        ask("get", longest[0], answer=longest[1])
+    server.check_client("1", "20")
     check_crowd(crowd, clients, 20)
     wait_for_nobody(server)
     assert not server.errors()
@@ -157,72 +153,50 @@ def test_by_hand(serve, provider):
 @pytest.mark.builds("plain")
 @two_providers
 def test_many_at_once(run, serve, provider):
-    """Requests that the server finds together are all answered, in their order, though
+    """Texts that the server finds together are all answered, in their order, though
     not all answers may be in flight at a time."""
     server = serve(PROGRAM, provider)
     client = CrowdGuest(run, server)
     client.open_session()
     server.process.signal(signal.SIGSTOP)
-    for _ in range(12):
-        client.send(client.request(GET))
+    texts = [b"%02d" % i for i in range(12)]
+    for text in texts:
+        client.send(crowd(TEXT, text))
     server.process.signal(signal.SIGCONT)
-    assert [client.receive().sequence for _ in range(12)] == [*range(1, 13)]
+    assert [client.receive().body[::-1] for _ in texts] == texts
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_full_store(run, serve_variant):
-    """Who stores more than there is room for is told so, and what was there stays."""
-    server = serve_variant(kMaxStoreSize=1000, kEntrySize=0)
-    client = CrowdGuest(run, server)
-    assert client.open_session().type == ACCEPT
-
-    def put(key, size, answer):
-        assert client.ask(STORE, key, b"v" * size).type == answer
-        assert (client.ask(GET, key).body == b"v" * size) == (answer == DONE)
-
-    for _ in range(3):
-        put(b"a", 599, DONE)
-        put(b"b", 400, FULL)
-        put(b"b", 399, DONE)
-        assert client.ask(STORE, b"a", b"w" * 600).type == FULL
-        assert client.ask(GET, b"a").body == b"v" * 599
-        put(b"a", 10, DONE)
-        put(b"b", 988, DONE)
-        assert client.ask(STORE, b"", b"").type == DONE
-        for key in b"a", b"b", b"":
-            assert client.ask(DELETE, key).type == DONE
-            assert client.ask(DELETE, key).type == NOT_FOUND
-            assert client.ask(GET, key).type == NOT_FOUND
-    full = server.start_client("put", "c", "v" * 1000)
-    assert full.wait() == 1
-    assert full.output.endswith("error: the server has no room for it\n")
-    server.stop()
+@pytest.mark.thorough
+def test_turns(run):
+    """Those for whom something waits have their turn one after the other."""
+    process = run([f"{VARIANT()}/{PROGRAM}"], TURNS="1")
+    assert process.wait() == 0
+    assert "turns: 10 and 10\n" in process.output
 
 
 @pytest.mark.builds("plain")
 def test_full_server(run, serve_variant):
-    """One client too many is told so, and gets in when another one has left."""
+    """One client too many is not answered, and gets in when another one has left."""
     server = serve_variant(kMaxClients=3)
     clients = [CrowdGuest(run, server) for _ in range(3)]
     for client in clients:
         assert client.open_session().type == ACCEPT
     crowd = server.start_client("2", "1")
-    server.process.wait_for("^error: a CONNECT finds no room for one more client")
+    time.sleep(2)  # it says how many there are each half second
     for client in clients:
-        assert client.ask(STORE).type == DONE
+        client.check_text()
     clients[0].leave()
-    # It asks again each second.
-    server.process.wait_for("^3 clients, ", after=len(server.process.lines))
     clients[1].leave()
     check_crowd(crowd, 2, 1)
+    assert not re.search("^[4-9] clients", server.process.output, re.M)
     server.stop()
 
 
 # ---- Clients that go, or do not read ----
 
 @pytest.mark.builds("plain")
-@two_providers
+@some_providers
 def test_killed_crowd(serve, provider):
     """Two of three clients are killed at any moment. The others lose nothing, get
     nothing twice and nothing that is not theirs: they look at that."""
@@ -252,71 +226,86 @@ def test_killed_crowd(serve, provider):
     server.stop()
 
 
-# How much a deaf client asks for before its own queue is full: more than what fits
-# into the queues of sockets and of the server's endpoint.
-ASKED = 20000
-DEAF = {"DEAF": "1", "kMaxInFlight": str(1 << 20),
-        "FI_OFI_RXM_TX_SIZE": str(1 << 15)}
-FLOOD = {"FLOOD": "1", "kMaxInFlight": str(1 << 20)}
-NO_LIMIT = 1 << 20
+@pytest.fixture
+def start_deaf(run):
+    """Starts a client that asks 30,000 times, and never reads."""
+    def start(server):
+        deaf = run([f"{BROKEN()}/{PROGRAM}", server.address, "deaf"], server.provider)
+        deaf.wait_for("^Asked 30,000 times, and read nothing.$", 60)
+        return deaf
+    return start
 
 
 @pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others have room for everything")
 @not_over_verbs("an adapter has no such queues")
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("limits,is_forgotten,others_finish", [
-    ({}, True, True),
-    ({"kMaxUnsent": NO_LIMIT}, False, True),
-    ({"kMaxUnsent": NO_LIMIT, "kMaxInFlight": NO_LIMIT}, False, False)],
-    ids=["limits", "in flight", "no limits"])
 @pytest.mark.thorough
-def test_deaf_client(run, serve_variant, limits, is_forgotten, others_finish):
+@pytest.mark.parametrize("kind", ["limits", "in flight", "no limits"])
+def test_deaf_client(run, serve_variant, start_deaf, kind):
     """A client that asks and reads no answer has no more than its share of the room
-    for SENDs. Without the limits, nobody else gets an answer."""
-    server = serve_variant("tcp;ofi_rxm", kSilenceLimit=3, **limits)
+    for SENDs. With a buffer for each message, nobody else gets an answer."""
+    settings = {} if kind == "limits" else {"kMaxUnsent": 1 << 20}
+    server = Server(run, (BROKEN if kind == "no limits" else VARIANT)(), PROGRAM, "tcp;ofi_rxm",
+                    **{name: str(value) for name, value in settings.items()})
     server.check_client("20", "5")
     wait_for_nobody(server)
     before, connected_before = server.memory(), connections(server)
-    deaf = server.start_client("1", "1000", **DEAF)
-    deaf.wait_for(rf"^asked {ASKED // 1000}\d\d\d", 30)
-    if is_forgotten:
-        flood = server.start_client("1", "1000", **FLOOD)
-        server.process.wait_for(
-            r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read", count=2)
-        flood.popen.kill()
+    deaf = start_deaf(server)
+    if kind == "limits":
+        server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read")
         # Its connection is given up, though it is still there.
         wait_until(lambda: connections(server) <= connected_before)
     else:
-        wait_until(lambda: any(int(count) > ASKED for count in re.findall(
-            r"(\d+) requests", server.process.output)), 30)
-    others = server.start_client("20", "50")
-    if others_finish:
-        check_crowd(others, 20, 50)
-    else:
+        wait_until(lambda: any(int(count) > 20000 for count in re.findall(
+            r"(\d+) texts", server.process.output)), 30)
+    others = server.start_client("20", "50", kSilenceLimit="3")
+    if kind == "no limits":
         assert others.wait() == 1, others.output
-        assert "nothing has happened for 3 s" in others.output
+        assert "nothing has happened for " in others.output
+    else:
+        check_crowd(others, 20, 50)
     assert deaf.popen.poll() is None
-    if is_forgotten:
-        assert server.memory() < before + 60_000  # KB; kept, they would be 170 MB
+    if kind == "limits":
+        assert server.memory() < before + 60_000  # KB
     deaf.popen.kill()
-    if others_finish:
+    if kind != "no limits":
         server.stop()
 
 
 @not_over_verbs("an adapter has no such queues")
 @pytest.mark.builds("sanitized")
 @pytest.mark.thorough
-def test_deaf_and_forgotten(run, serve):
+def test_deaf_and_forgotten(serve, start_deaf):
     """What is in flight to a deaf client completes after the server has forgotten it. Its
-    record is there until then."""
+    record and its buffer are there until then."""
     server = serve(PROGRAM)
-    deaf = run([f"{VARIANT()}/{PROGRAM}", server.address, "1", "1000"], "", **DEAF,
-               SLOWLY="1")
+    deaf = start_deaf(server)
     server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read", 60)
     server.check_client("3", "3")
-    wait_for_nobody(server)
     deaf.popen.kill()
     server.check_client("3", "3")
+    wait_for_nobody(server)
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+@one_provider
+@pytest.mark.thorough
+def test_stopped_for_long(serve_variant, provider):
+    """Clients that stand still for longer than the server remembers them are forgotten,
+    and come back by a new CONNECT. All their answers are right."""
+    server = serve_variant(provider, kForgetAfter=2)
+    crowd = server.start_client("3", "15", "100")
+    crowd.wait_for("are connected")
+    server.process.wait_for("^3 clients, ")
+    time.sleep(0.3)
+    crowd.signal(signal.SIGSTOP)
+    server.process.wait_for(
+        r"^\[[0-9a-f]{16}\] forgotten: it has been silent for long", count=3)
+    wait_for_nobody(server)
+    crowd.signal(signal.SIGCONT)
+    check_crowd(crowd, 3, 15)
+    assert not server.errors()
     server.stop()
 
 
@@ -325,11 +314,10 @@ def test_lost_connect(run, build):
     """A client of a crowd that gets no ACCEPT sends its CONNECT again."""
     server = CrowdHost(run, build, "1", "1")
     again = server.receive_any()
-    assert again[:4] == crowd(CONNECT)[:4]
-    assert again[8:16] == server.number.to_bytes(8, "little")
+    assert again[:12] == crowd(CONNECT)[:4] + server.number.to_bytes(8, "little")
     server.reply(ACCEPT)
-    assert server.receive().type == STORE
-    server.reply(DONE)
+    server.reply(ACCEPT)
+    server.reply(TEXT, server.receive().body[::-1])
     assert server.receive().type == BYE
     assert server.client.wait() == 0, server.client.output
 
@@ -353,18 +341,18 @@ def test_forgotten(run, serve_variant):
     other, client = CrowdGuest(run, server), CrowdGuest(run, server)
     other.open_session()
     client.open_session()
-    assert client.ask(STORE, b"key", b"value").type == DONE
+    client.check_text()
 
     def forgotten():
-        assert other.ask(GET).body == b"value"
+        other.check_text()
         return f"[{client.number:016x}] forgotten: it has been silent for long" in \
             server.process.output
 
     wait_until(forgotten, 40)
     server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: .*\n1 clients, ")
     # Its connection has been given up.
-    client.send(client.request(DELETE), "(sent|failed)")
-    assert other.ask(GET).body == b"value"
+    client.send(crowd(TEXT, b"text"), "(sent|failed)")
+    other.check_text()
     server.stop()
 
 
@@ -395,7 +383,7 @@ def test_server_of_a_crowd_gone(serve, signum):
     crowd = server.start_client("5", "1000000")
     crowd.wait_for("are connected")
     server.process.signal(signum)
-    late = server.start_client("get", "key")
+    late = server.start_client()
     for client in crowd, late:
         assert client.wait() == 1
         assert re.search("error: .*(nothing has happened for 10 s|SEND failed|"
@@ -405,23 +393,27 @@ def test_server_of_a_crowd_gone(serve, signum):
 # ---- Messages that no client of ours would send ----
 
 @pytest.mark.builds("sanitized")
-def test_at_the_door_of_a_crowd(run, serve):
+@one_provider
+def test_at_the_door_of_a_crowd(run, serve, provider):
     """Messages that are nobody's cost nobody anything."""
-    server = serve(PROGRAM, **LIBFABRIC_LEAKS)
+    server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
     client = CrowdGuest(run, server)
     with server.others("5", "50", count=1):
         for message in (b"", b"x", crowd(CONNECT)[:-1], crowd(0), crowd(BYE),
-                        crowd_request(GET, b"key"), b"\0" * MAX_MESSAGE):
+                        crowd(TEXT, b"text"), b"\0" * MAX_MESSAGE):
             client.send(message)
-        client.send(bytes(MAX_MESSAGE + 1), answer="(sent|failed)", as_it_is=True)
+        if provider != "shm":  # libfabric itself hangs there: chapter 4
+            for _ in range(70):  # more than there are RECVs
+                client.send(bytes(MAX_MESSAGE + 1), answer="(sent|failed)", as_it_is=True)
     server.check_client("5", "5")
     server.stop()
 
 
 @pytest.mark.builds("sanitized")
-def test_requests_that_are_none(run, serve):
+@one_provider
+def test_requests_that_are_none(run, serve, provider):
     """A client that asks for what cannot be is forgotten."""
-    server = serve(PROGRAM)
+    server = serve(PROGRAM, provider)
     with server.others("5", "50", count=1):
         for count, messages in enumerate(BAD_CROWDS.values(), 1):
             guest = CrowdGuest(run, server)
@@ -430,33 +422,31 @@ def test_requests_that_are_none(run, serve):
                 guest.send(message, "(sent|failed)")
             server.process.wait_for("^\\[[0-9a-f]{16}\\] forgotten: bad message: ", count=count)
             # Nobody hears it any more.
-            guest.send(guest.request(STORE, b"afterwards", b"value"), "(sent|failed)")
-    client = CrowdGuest(run, server)
-    client.open_session()
-    assert client.ask(GET, b"afterwards").type == NOT_FOUND
+            guest.send(crowd(TEXT, b"afterwards"), "(sent|failed)")
     server.stop()
 
 
 @pytest.mark.builds("sanitized")
-def test_whose_message(run, serve):
+@one_provider
+def test_whose_message(run, serve, provider):
     """A message with the number of no client is heard by nobody. One with the address of
     another client's takes the place of that one."""
-    server = serve(PROGRAM, **LIBFABRIC_LEAKS)
+    server = serve(PROGRAM, provider, **LIBFABRIC_LEAKS)
     client, other = CrowdGuest(run, server), CrowdGuest(run, server)
     client.open_session()
-    assert client.ask(STORE, b"key", b"value").type == DONE
+    client.check_text()
     other.open_session()
     for number in 0, client.number ^ 1, 2**64 - 1:
         other.number, kept = number, other.number
-        other.send(crowd_request(DELETE, b"key"))
+        other.send(crowd(BYE))
         other.number = kept
-    assert other.ask(GET).body == b"value"
+    other.check_text()
     # A CONNECT that comes again begins nothing, and is answered.
     client.send(client.connect())
     assert client.receive().type == ACCEPT
-    assert client.ask(GET).body == b"value"
+    client.check_text()
     client.open_session()
-    assert client.ask(GET).body == b"value"
+    client.check_text()
     server.process.wait_for("^2 clients, ")
     server.stop()
 
@@ -465,37 +455,30 @@ def test_whose_message(run, serve):
 
 @pytest.mark.builds("plain")
 def test_stray_replies(run, build):
-    """A client takes the reply to its last request, with its number, and no other."""
+    """A client takes the answers with its number, and no others."""
     server = CrowdHost(run, build, "1", "2")
-
-    def stray(sequence):
-        for message in b"", b"x", crowd(ACCEPT), crowd(DONE, b"stray", sequence ^ 3):
+    server.reply(ACCEPT)
+    for _ in range(2):
+        text = server.receive().body
+        for message in b"", b"x", crowd(ACCEPT):
             server.send(message)
         number, server.number = server.number, server.number ^ 1
-        server.send(crowd(DONE, b"stray", sequence))
+        server.send(crowd(TEXT, b"stray"))
         server.number = number
-
-    server.reply(ACCEPT)
-    put = server.receive()
-    assert put.type == STORE
-    stray(put.sequence)
-    server.reply(DONE, sequence=put.sequence)
-    get = server.receive()
-    assert get.type == GET
-    stray(get.sequence)
-    server.reply(DONE, put.body.split(b"\0")[1], get.sequence)
+        server.reply(TEXT, text[::-1])
     assert server.receive().type == BYE
     assert server.client.wait() == 0, server.client.output
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("answer", [crowd(DONE, b"not ours", 1), crowd(FULL, b"", 1),
-                                    crowd(99, b"", 1)], ids=["value", "full", "type"])
-def test_wrong_reply(run, build, answer):
-    """A client of a crowd compares what it gets."""
+@pytest.mark.parametrize("answer,error", [
+    (crowd(TEXT, b"not ours"), "the text is not correct"),
+    (crowd(99), "bad message: type 99")], ids=["text", "type"])
+def test_wrong_reply(run, build, answer, error):
+    """A client compares what it gets."""
     server = CrowdHost(run, build, "1", "2")
     server.reply(ACCEPT)
-    assert server.receive().type == STORE
+    assert server.receive().type == TEXT
     server.send(answer)
     assert server.client.wait() == 1
-    assert server.client.output.endswith("error: the reply is not correct\n")
+    assert server.client.output.endswith(f"error: {error}\n")

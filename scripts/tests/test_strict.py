@@ -47,7 +47,7 @@ SHORT_DELAYS = {
     "12_sleep": {"STRICT_DELAY_US": "20", "STRICT_CQ_DELAY_US": "20"}}
 # The last line about a client, where it is not "Done.".
 LAST_LINES = {"4_hello": "^Received ",
-              "13_crowd": "^0 clients, [1-9][0-9]* requests so far$"}
+              "13_crowd": "^0 clients, [1-9][0-9]* texts so far$"}
 SLEEPERS = [program for program in ("12_sleep", "13_crowd") if program in PROGRAMS]
 # By design, 4_hello breaks one of the rules: it has no event queue, which comes with
 # chapter 5.

@@ -268,7 +268,7 @@ def what_is_missing(root, table, sessions):
     messages += [f"scripts/exercises/exercise_{n}.py is missing: its program needs it"
                  for n in map(number, tested) if str(n) not in exercises]
     messages += [f"scripts/exercises/exercise_{n}.py: no program has this number"
-                 for n in exercises if n not in map(str, numbers)]
+                 for n in exercises if int(n) not in map(number, there)]
     return messages
 
 

@@ -27,6 +27,8 @@ with open(f"{ROOT}/scripts/watch/races.cpp") as file:
 # So that a run takes a moment. 7, 11 and 14 have 64 pages.
 QUICK = {**dict.fromkeys(["7_queue", "11_rails", "14_strangers"], ["4096", "64", "1"]),
          "8_malloc": ["2"], "10_lock": ["3"], "13_crowd": ["1"]}
+# Its client finds each text wrong.
+NEVER_RIGHT = variant("5_reverse", ("if (received != ", "if (received == "))
 RULES = {name: rule for name, (rule, _) in model.RULES.items()}
 
 
@@ -166,8 +168,9 @@ def test_credits(tmp_path):
     ([(0, 1, 1, 3), (1, 2, 1, 3), (2, 0, 1, 3)], ["peer 1", "peer 2", "peer 3"]),
     ([(0, 1, 1, 4), (1, 0, 2, 3), (2, 2, 1, 2)], ["peer 1", "peer 2", "client"])])
 def test_names(sends, names):
-    """In a ring, each speaks first to one neighbour, and not to the other."""
-    ps = [model.Thing(ops={}) for _ in range(3)]
+    """In a ring, each speaks first to one neighbour, and not to the other. Peers that were
+    started with their rank have its name."""
+    ps = [model.Thing(ops={}, arguments=["ring"]) for _ in range(3)]
     for number, (source, to, posted, arrived) in enumerate(sends):
         for p, what, target in ((source, model.SEND, model.Thing(p=ps[to])),
                                 (to, model.RECV, None)):
@@ -175,6 +178,12 @@ def test_names(sends, names):
                 p=ps[p], what=what, t0=posted, t1=arrived, error="", target=target)
     model.name_processes(model.Thing(ps=ps))
     assert [p.name for p in ps] == names
+    for number, p in enumerate(ps):
+        p.arguments = ["ring", "folder", str(2 - number), "3", "1000"]
+    model.name_processes(model.Thing(ps=ps))
+    assert [p.name for p in ps] == [
+        f"rank {2 - number}" if p.role == "peer" else name
+        for number, (p, name) in enumerate(zip(ps, names))]
 
 
 def test_by_hand(run, tmp_path):
@@ -268,7 +277,7 @@ def test_unseen(tmp_path):
 
 def test_no_reason(tmp_path):
     """A client that fails without a violation: what to try next is said."""
-    status, output, run = watch(tmp_path, f"{BUILD}/13_crowd", "get", "sloe")
+    status, output, run = watch(tmp_path, f"{NEVER_RIGHT()}/5_reverse")
     assert status == 1 and not run.wrongs, output
     assert output.endswith("this run shows no reason. Try what is not seen in it, WATCH_TRAP=1 "
                            "first.\n"), output

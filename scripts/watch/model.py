@@ -275,6 +275,8 @@ def name_processes(run):
         alike = [p for p in run.ps if p.role == role]
         for number, p in enumerate(alike, 1):
             p.name = role if len(alike) == 1 else f"{role} {number}"
+            if role == "peer" and re.match(r"\d+ \d+\b", " ".join(p.arguments[2:])):
+                p.name = f"rank {p.arguments[2]}"  # PROGRAM FOLDER RANK N
 
 
 def message_names(source):

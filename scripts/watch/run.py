@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
-"""Runs the server and the client of a program with the recorder, and shows who owned what
-when, and what was wrong in that (make watch-6, make watch-5.3, make watch-mine).
+"""Runs the server and the client of a program with the recorder, or the ranks of 15_ring,
+and shows who owned what when, and what was wrong in that (make watch-6, make watch-5.3,
+make watch-mine).
 
 Usage: scripts/watch/run.py [-o FOLDER] [-q] [-t SECONDS] PROGRAM [CLIENT_ARGUMENT...]
   -o  where the records and pictures go (build/watch/NAME)
@@ -130,6 +131,26 @@ def run(options, folder, scratch):
     return next((client.popen.returncode for client in clients if client.popen.returncode), 0)
 
 
+def run_peers(options, folder, scratch):
+    """Runs the ranks of a program like 15_ring. Returns the first status that is not 0."""
+    count = int(os.environ.get("CLIENTS") or 3)
+    ranks = [Running([options.program, os.path.join(scratch, "run"), str(rank), str(count),
+                      *(options.arguments or ["1000000"])],
+                     f"rank {rank}", folder, scratch, options.q) for rank in range(count)]
+    end = time.monotonic() + options.t
+    try:
+        for rank in ranks:
+            rank.popen.wait(max(end - time.monotonic(), 0.1))
+    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+        pass  # what there is, is drawn
+    finally:
+        for rank in ranks:
+            rank.popen.terminate()
+        for rank in ranks:
+            rank.end(10)
+    return next((rank.popen.returncode for rank in ranks if rank.popen.returncode), 0)
+
+
 def show(folder, source, quiet=False):
     """Draws the run in a folder, and prints what was found. Returns whether a rule was
     broken. Without a source, takes that of the program that was recorded."""
@@ -191,7 +212,9 @@ def main():
         os.unlink(old)
     scratch = tempfile.mkdtemp()
     try:
-        status = run(options, folder, scratch)
+        source = source_of(options.program)
+        peers = source and "FOLDER RANK N" in pathlib.Path(source).read_text(encoding="utf-8")
+        status = (run_peers if peers else run)(options, folder, scratch)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     wrong = show(folder, source_of(options.program), options.q)

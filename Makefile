@@ -154,13 +154,14 @@ TOOLS := $(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue $(BUILD)/insid
 LIBRARIES := $(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
-$(BUILD)/inside_queue: scripts/tests/inside_queue.cpp src/7_queue.cpp
+$(BUILD)/inside_queue: scripts/tests/inside_queue.cpp scripts/tests/inside.h src/7_queue.cpp
 $(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
-$(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp src/14_strangers.cpp
+$(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp scripts/tests/inside.h \
+  src/14_strangers.cpp
 $(BUILD)/races: scripts/watch/races.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
-$(BUILD)/reorder.so: scripts/tests/reorder.cpp
-$(BUILD)/strict.so: scripts/tests/strict.cpp
+$(BUILD)/reorder.so: scripts/tests/reorder.cpp scripts/tests/stand_in.h
+$(BUILD)/strict.so: scripts/tests/strict.cpp scripts/tests/stand_in.h
 $(BUILD)/watch.so: scripts/watch/recorder.cpp
 $(BUILD)/bench_loop $(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
 $(LIBRARIES): SHARED := -shared -fPIC

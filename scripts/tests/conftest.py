@@ -22,8 +22,8 @@ sys.path += [TESTS, *(f"{TESTS}/../{folder}" for folder in ("bench", "book", "mo
 # So that a failed assertion in these says what it has compared, too.
 pytest.register_assert_rewrite("harness", "fakes", "repository")
 
-from harness import (BUILD, FI_INFO, OVER_VERBS, Process, Server,  # noqa: E402
-                     owned_shm_files, provider_in, remove_stale_shm_files)
+from harness import (BUILD, OVER_VERBS, Process, Server, owned_shm_files,  # noqa: E402
+                     provider_in, remove_stale_shm_files)
 from links import Network  # noqa: E402
 from repository import ALL  # noqa: E402
 from table import EXAMPLES, TABLE  # noqa: E402
@@ -223,46 +223,8 @@ def serve(run, build):
 # ---- What not every machine permits ----
 
 @pytest.fixture
-def hosts():
-    """Two network namespaces with a cable between them, which behave like two
-    hosts: their names. Their addresses are 10.123.0.1 and 10.123.0.2."""
-    names = [f"rdma{os.getpid()}{side}" for side in "ab"]
-
-    def ip(*args):
-        done = subprocess.run(["ip", *args], check=False, text=True,
-                              stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        if done.returncode != 0:
-            pytest.skip("network namespaces are not permitted: "
-                        f"ip {' '.join(args)}: {done.stdout.strip()}")
-
-    try:
-        for name in names:
-            ip("netns", "add", name)
-            ip("netns", "exec", name, "true")
-        ip("link", "add", "cable0", "netns", names[0], "type", "veth",
-           "peer", "name", "cable0", "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "address", "add", f"10.123.0.{number}/24", "dev",
-               "cable0")
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", "cable0", "up")
-        for name in names:
-            # It takes a moment until the cable carries anything.
-            end = time.monotonic() + 10
-            while "cable0" not in (found := subprocess.run(
-                    ["ip", "netns", "exec", name, *FI_INFO], check=False, text=True,
-                    stdout=subprocess.PIPE, stderr=subprocess.STDOUT).stdout):
-                assert time.monotonic() < end, found
-        yield names
-    finally:
-        for name in names:
-            subprocess.run(["ip", "netns", "delete", name], check=False,
-                           capture_output=True)
-
-
-@pytest.fixture
 def network():
-    """Two hosts, without cables yet: see links.py."""
+    """Two network namespaces, which behave like two hosts, without cables yet: see links.py."""
     network = Network()
     try:
         network.open()

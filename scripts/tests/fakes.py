@@ -10,9 +10,8 @@ import time
 
 from harness import BUILD, provider_in
 from messages import (ACCEPT, BYE, CONNECT, CREDIT, FAILED, FREE, MALLOC, PROGRESS, READY,
-                      REFUSAL, REPLY, TEXT, WAIT, address_message, base, crowd, plain,
-                      put, read_address, read_crowd, read_reply, request, type_and_nonce,
-                      type_of, with_nonce)
+                      REFUSAL, REPLY, TEXT, WAIT, base, crowd, plain, put, read_crowd,
+                      read_reply, request, type_and_nonce, type_of, with_nonce)
 from table import TABLE
 
 
@@ -107,29 +106,21 @@ class FakeClient:
             self.nonce = new_nonce()
         self.rails = random.randbytes(8)
 
-    def message_with(self, type_, address, addr_size=None):
+    def message_with(self, type_, address):
         """A CONNECT or an ACCEPT."""
-        if self.nonce is None:
-            return plain(type_) + address
-        if self.program == "14_strangers":
-            return base(type_, self.nonce) + address
-        return address_message(type_, address, addr_size, nonce=self.nonce)
+        return (plain(type_) if self.nonce is None else base(type_, self.nonce)) + address
 
     def address_in(self, message):
         """The nonce and the address in a CONNECT or an ACCEPT."""
-        if not TABLE[self.program].guarded:
-            at = 12 if TABLE[self.program].numbered and type_of(message) == CONNECT else 4
-            return None, message[at:].hex()
-        if self.program == "14_strangers":
+        if TABLE[self.program].guarded:
             return type_and_nonce(message)[1], message[8:].hex()
-        return read_address(message)
+        at = 12 if TABLE[self.program].numbered and type_of(message) == CONNECT else 4
+        return None, message[at:].hex()
 
-    def connect(self, address=None, addr_size=None):
+    def connect(self, address=None):
         """A CONNECT, by default with our own address."""
         address = self.address if address is None else address
-        if self.server.entry.numbered:
-            address = self.rails + address
-        return self.message_with(CONNECT, address, addr_size)
+        return self.message_with(CONNECT, self.rails * self.server.entry.numbered + address)
 
     def open_session(self):
         """Sends a CONNECT, and whatever comes next to the address of the
@@ -188,9 +179,9 @@ class FakeServer(FakeClient):
         self.nonce, self.client_address = self.address_in(connect)
         self.peer(self.client_address)
 
-    def accept(self, address=None, addr_size=None):
+    def accept(self, address=None):
         return self.message_with(
-            ACCEPT, bytes.fromhex(self.address) if address is None else address, addr_size)
+            ACCEPT, bytes.fromhex(self.address) if address is None else address)
 
     def receive_other_than(self, type_):
         """Returns the next message that is of another type."""

@@ -29,18 +29,7 @@ int LoggingClose(struct fid* fid) {
 #include "../../src/7_queue.cpp"
 #undef main
 
-int Fail(const std::string& text) {
-  printf("wrong: %s\n", text.c_str());
-  return 1;
-}
-
-// Calls `poll` until `done` returns true.
-void Until(const std::function<void()>& poll,
-           const std::function<bool()>& done) {
-  for (Clock::time_point start = Clock::now(); !done(); poll()) {
-    CheckSilence(start, "polling");
-  }
-}
+#include "inside.h"
 
 // ---- A network that has no room ----
 

@@ -14,18 +14,7 @@
 #include "../../src/14_strangers.cpp"
 #undef main
 
-int Fail(const std::string& text) {
-  printf("wrong: %s\n", text.c_str());
-  return 1;
-}
-
-// Calls `poll` until `done` returns true.
-void Until(const std::function<void()>& poll,
-           const std::function<bool()>& done) {
-  for (Clock::time_point start = Clock::now(); !done(); poll()) {
-    CheckSilence(start, "polling");
-  }
-}
+#include "inside.h"
 
 // ---- A client and its server ----
 

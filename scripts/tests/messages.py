@@ -40,18 +40,6 @@ def with_nonce(message, nonce):
     return base(type_and_nonce(message)[0], nonce) + message[len(base(0)):]
 
 
-def address_message(type_, address, addr_size=None, *, nonce):
-    """A CONNECT or an ACCEPT."""
-    return base(type_, nonce) + struct.pack(
-        "<I256s", len(address) if addr_size is None else addr_size, address)
-
-
-def read_address(message):
-    """Returns the nonce and the address in a CONNECT or an ACCEPT."""
-    nonce, size = struct.unpack_from("<2I", message, 4)
-    return nonce, message[12:12 + size].hex()
-
-
 def fill(page_size=4096, indices=(0, 1), imm_data=7, addr=0, size=1 << 20, rkey=1,
          repeat=None):
     """A RANDOM_FILL of 6_write, by default for memory that is not there; with a

@@ -19,19 +19,11 @@
 //   SLOW_WRITE=FILE           a pwrite waits, and says so, until there is this file
 //   KEY_SIZE=N                a key of registered memory has N bytes, and one that
 //                             is larger is refused
-//   NO_EVENT_QUEUE=1          for a program that has no event queue. In every other
-//                             case, it ends one that enables an endpoint without:
-//                             efa would do so on the first error of a peer
 //
-// libfabric's functions are mostly inline, and call through tables of pointers.
-// The only symbols to replace are therefore fi_getinfo and fi_fabric. Each
-// object then gets its own copy of its tables, with some of the functions
-// replaced. What the programs do is enough here: one thread, one endpoint for
-// each completion queue, entries in FI_CQ_FORMAT_DATA, no messages or WRITEs but
-// those of fi_send, fi_sendmsg, fi_write, fi_writedata and fi_writemsg, no other
-// registrations than those of fi_mr_reg and fi_mr_regattr.
+// What the programs do is enough here: one thread, one endpoint for each
+// completion queue, entries in FI_CQ_FORMAT_DATA, the short forms of operations.
 
-#include <dlfcn.h>
+#define STAND_IN "reorder"
 #include <errno.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_atomic.h>
@@ -54,41 +46,19 @@
 #include <functional>
 #include <unordered_map>
 
+#include "stand_in.h"
+
 using Clock = std::chrono::steady_clock;
 
-std::chrono::milliseconds Setting(const char* name, int otherwise) {
-  const char* value = getenv(name);
-  return std::chrono::milliseconds(value ? atoi(value) : otherwise);
-}
-
-const auto g_write_delay = Setting("REORDER_MS", 300);
-const auto g_completion_delay = Setting("REORDER_COMPLETIONS_MS", 0);
-
-const auto g_key_size =
-    static_cast<size_t>(getenv("KEY_SIZE") ? atoi(getenv("KEY_SIZE")) : 8);
+const std::chrono::milliseconds g_write_delay(Setting("REORDER_MS", 300));
+const std::chrono::milliseconds g_completion_delay(
+    Setting("REORDER_COMPLETIONS_MS", 0));
+const auto g_key_size = static_cast<size_t>(Setting("KEY_SIZE", 8));
 
 // Returns whether there is no memory for `what`.
 bool NoMemory(const char* what) {
   const char* value = getenv("NO_MEMORY");
   return value && strcmp(value, what) == 0;
-}
-
-[[noreturn]] void Die(const char* what) {
-  fprintf(stderr, "reorder: %s\n", what);
-  abort();
-}
-
-// Gives an object a copy of one of its tables. Returns the table that it had.
-// The library may be newer than our headers and its tables longer, so a table
-// itself says how long it is. Copies are never freed: an object may use its
-// table until the very end of its fi_close.
-template <typename Table>
-Table* Replace(Table*& table) {
-  Table* real = table;
-  table = static_cast<Table*>(malloc(real->size));
-  if (table == nullptr) Die("no memory");
-  memcpy(table, real, real->size);
-  return real;
 }
 
 // A WRITE that the provider has not got yet.
@@ -107,7 +77,6 @@ struct Endpoint {
   struct fi_ops_rma* real_rma = nullptr;
   struct fi_ops_msg* real_msg = nullptr;
   struct fid* cq = nullptr;
-  bool has_eq = false;
   std::deque<Write> writes;
 };
 
@@ -122,32 +91,10 @@ std::unordered_map<struct fid*, struct fi_ops_fabric*> g_real_fabrics;
 std::unordered_map<struct fid*, struct fi_ops_domain*> g_real_domains;
 std::unordered_map<struct fid*, struct fi_ops_mr*> g_real_mrs;  // of domains
 
-// The caller may reuse all that `msg` points to, so we keep copies. The data
-// itself, however, has to stay in place until the completion, and so has the context.
-ssize_t WriteMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
-                 uint64_t flags) {
-  Endpoint& endpoint = g_endpoints.at(&ep->fid);
-  auto* real = endpoint.real_rma->writemsg;
-  // The caller may reuse the data of an FI_INJECT at once.
-  if (g_write_delay.count() == 0 || (flags & (FI_REMOTE_CQ_DATA | FI_INJECT))) {
-    return real(ep, msg, flags);
-  }
-  if (msg->iov_count != 1 || msg->rma_iov_count != 1) Die("several buffers");
-  endpoint.writes.push_back(
-      {Clock::now() + g_write_delay,
-       [=, copy = *msg, iov = *msg->msg_iov, rma_iov = *msg->rma_iov,
-        desc = msg->desc ? *msg->desc : nullptr]() mutable {
-         copy.msg_iov = &iov;
-         copy.rma_iov = &rma_iov;
-         copy.desc = &desc;
-         return real(ep, &copy, flags);
-       }});
-  return 0;
-}
-
-// The short form. That with immediate data is never delayed.
-ssize_t ShortWrite(struct fid_ep* ep, const void* data, size_t size, void* desc,
-                   fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
+// One with immediate data is never delayed. The data itself has to stay in place
+// until the completion, and so has the context.
+ssize_t LateWrite(struct fid_ep* ep, const void* data, size_t size, void* desc,
+                  fi_addr_t peer, uint64_t addr, uint64_t key, void* context) {
   Endpoint& endpoint = g_endpoints.at(&ep->fid);
   auto post = [=, real = endpoint.real_rma->write] {
     return real(ep, data, size, desc, peer, addr, key, context);
@@ -205,11 +152,6 @@ ssize_t CqRead(struct fid_cq* cq, void* buf, size_t count) {
   return end == entries ? -FI_EAGAIN : end - entries;
 }
 
-ssize_t SendMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
-  if (NoMemory("send")) return -FI_ENOMEM;
-  return g_endpoints.at(&ep->fid).real_msg->sendmsg(ep, msg, flags);
-}
-
 ssize_t Send(struct fid_ep* ep, const void* data, size_t size, void* desc,
              fi_addr_t peer, void* context) {
   if (NoMemory("send")) return -FI_ENOMEM;
@@ -238,25 +180,18 @@ int RegisterBuffer(struct fid* fid, const void* data, size_t size,
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
   Endpoint& endpoint = g_endpoints.at(fid);
   if (other->fclass == FI_CLASS_CQ) endpoint.cq = other;
-  if (other->fclass == FI_CLASS_EQ) endpoint.has_eq = true;
   return endpoint.real_ops->bind(fid, other, flags);
 }
 
 int EndpointControl(struct fid* fid, int command, void* arg) {
   Endpoint& endpoint = g_endpoints.at(fid);
-  if (command == FI_ENABLE && !endpoint.has_eq &&
-      getenv("NO_EVENT_QUEUE") == nullptr) {
-    Die("there is no event queue");
-  }
   int ret = endpoint.real_ops->control(fid, command, arg);
   // Not before: fi_enable is where a provider may still choose other functions.
   if (command == FI_ENABLE && ret == 0 && endpoint.real_rma == nullptr) {
     auto* ep = reinterpret_cast<struct fid_ep*>(fid);
     endpoint.real_rma = Replace(ep->rma);
-    ep->rma->writemsg = WriteMsg;
-    ep->rma->write = ShortWrite;
+    ep->rma->write = LateWrite;
     endpoint.real_msg = Replace(ep->msg);
-    ep->msg->sendmsg = SendMsg;
     ep->msg->send = Send;
   }
   return ret;
@@ -313,18 +248,10 @@ int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
   return 0;
 }
 
-// Returns libfabric's own function of that name.
-template <typename Function>
-Function* Real(const char* name, Function*) {
-  void* function = dlsym(RTLD_NEXT, name);
-  if (function == nullptr) Die("the program does not use libfabric");
-  return reinterpret_cast<Function*>(function);
-}
-
 extern "C" int fi_getinfo(uint32_t version, const char* node,
                           const char* service, uint64_t flags,
                           const struct fi_info* hints, struct fi_info** info) {
-  int ret = Real("fi_getinfo", fi_getinfo)(version, node, service, flags, hints,
+  int ret = Next("fi_getinfo", fi_getinfo)(version, node, service, flags, hints,
                                            info);
   if (ret != 0) return ret;
   for (struct fi_info* one = *info; one != nullptr; one = one->next) {
@@ -340,7 +267,7 @@ extern "C" int fi_fabric(struct fi_fabric_attr* attr,
   // here. Its WRITEs are not those of the program.
   static int depth = 0;
   ++depth;
-  int ret = Real("fi_fabric", fi_fabric)(attr, fabric, context);
+  int ret = Next("fi_fabric", fi_fabric)(attr, fabric, context);
   --depth;
   if (ret != 0 || depth > 0) return ret;
   g_real_fabrics[&(*fabric)->fid] = Replace((*fabric)->ops);
@@ -353,7 +280,7 @@ extern "C" int fsync(int fd) {
   struct stat status = {};
   if (what == nullptr || fstat(fd, &status) != 0 ||
       S_ISDIR(status.st_mode) != (strcmp(what, "directory") == 0)) {
-    return Real("fsync", fsync)(fd);
+    return Next("fsync", fsync)(fd);
   }
   errno = EIO;
   return -1;
@@ -363,5 +290,5 @@ extern "C" ssize_t pwrite(int fd, const void* data, size_t size, off_t offset) {
   const char* file = getenv("SLOW_WRITE");
   if (file != nullptr) fprintf(stderr, "reorder: a pwrite waits\n");
   while (file != nullptr && access(file, F_OK) != 0) usleep(1000);
-  return Real("pwrite", pwrite)(fd, data, size, offset);
+  return Next("pwrite", pwrite)(fd, data, size, offset);
 }

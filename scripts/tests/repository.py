@@ -20,7 +20,6 @@ QUICKLY = ["BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS}"]
 ALL = os.environ.get("ALL") == "1"
 
 
-
 def number(name):
     """4 for 4_hello, and -1 for what has no number before an underscore."""
     found = re.match(r"(\d+)_", name)
@@ -75,12 +74,6 @@ def applied(patch, root, folder, path):
         raise ValueError(f"{patch}: {done.stderr.strip()}")
     with open(f"{folder}/{path}") as file:
         return file.read()
-
-
-# For variant(): a server that bears the silence of its clients. On a busy machine its
-# 10 s may be over before a test has come to the point.
-PATIENT = ('CheckSilence("waiting for the client")',
-           'CheckSilence("waiting for the client", 1000s)')
 
 
 # All that variant() has been called for: where, and what makes the source.

@@ -59,6 +59,69 @@ class Repository:
         return done.returncode, done.stdout, done.stderr
 
 
+# A program, its move and the next program, with the head of the move.
+PARENT = """\
+// 4_one
+int Count(int from) {
+  return from + 1;
+}
+
+int main() {
+  return Count(1);
+}
+"""
+FIRST = """\
+// Based on 4_one.
+int Count(int from) {
+  return from + 1;
+}
+
+// Only in this move.
+int Twice(int number) {
+  return 2 * number;
+}
+
+int main() {
+  return Count(Twice(1));
+}
+"""
+LAST = """\
+// Based on 4_one.
+int Count(int from) {
+  return from + 1;
+}
+
+int Twice(int number) {
+  int result = 2;
+  result *= number;
+  return result;
+}
+
+int main() {
+  for (int i = 0; i < 2; ++i) {
+    if (Count(i) == 0) return 0;
+  }
+  return Count(Twice(1));
+}
+"""
+HEAD = "Twice: a function.\n\nCures: nothing doubles.\nTry:   ./build/5.1\nWrong: all.\n\n"
+
+
+def with_moves(folder):
+    """One whose 5_two has two moves."""
+    repo = Repository(folder)
+    repo.path("10_three").unlink()
+    for file, text in {"src/4_one.cpp": PARENT, "src/5_two.cpp": LAST, "1_twice.cpp": FIRST,
+                       "1_twice.head": HEAD, "2_loop.cpp": LAST,
+                       "2_loop.head": "Loop: again.\n\nCures: that.\n"}.items():
+        (folder / file).write_text(text)
+    assert repo.run("moves/moves.py", "write", "5_two", "1_twice.cpp", "2_loop.cpp") == (0, "", "")
+    repo.commit()
+    return repo
+
+
+# ---- One with a chapter ----
+
 # A step of two moves. The second one removes a line of the first, and indents one of the
 # parent's.
 STATES = ["""\

@@ -19,7 +19,6 @@
 //   STRICT_HMEM=N         1: GPU memory is supported (default; only that of
 //                         cuda_stub.cpp, which we can touch), 0: it is not,
 //                         2: the provider says so and then registers none
-//   STRICT_OPEN_US=N      opening an endpoint takes so long (0)
 //   STRICT_NAME=NAME      what the provider is called (efa)
 //   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
 //   STRICT_WRITE_FAILS=N  the first WRITE of the N-th adapter is refused
@@ -27,14 +26,11 @@
 //   STRICT_ONCE=1         an adapter registers nothing to WRITE from that another
 //                         one has registered
 //   STRICT_P4D=1          an older device, which has no RDMA WRITE
-//   STRICT_RECEIPT_FAILS=P  percent of the RECVs that complete, and then once
-//                         more, with an error
 //   STRICT_WAIT=1         a completion queue can have a descriptor (FI_WAIT_FD);
 //                         otherwise it can't, as with efa of libfabric 1.17
 //   STRICT_REMOVED=NAME   what becomes of operations in flight to an address that
-//                         is removed: they are `canceled` (default), are done as if
-//                         nothing had been (`done`), or nobody hears of them again
-//                         (`lost`, as with efa)
+//                         is removed: they are `canceled` (default), or nobody
+//                         hears of them again (`lost`, as with efa)
 //
 // The rules, by the names under which it reports them, and where they are from:
 // fi_...(N) are libfabric's manual pages, files are those of prov/efa/src in
@@ -96,15 +92,12 @@
 //   REMOVED: "the behavior of operations in progress [...] is undefined" (fi_av(3)).
 //   efa releases them without a completion (efa_rdm_peer_destruct in
 //   rdm/efa_rdm_peer.c).
-//   RECEIPT_FAILS: the packet that tells the sender of a delivery fails, and
-//   the RECV's context is in an error entry (efa_rdm_rxe_handle_error in
-//   rdm/efa_rdm_ope.c).
 //
 // The objects that a program gets are ours, with tables of our functions; the
-// provider's are behind them. What it knows is what the programs use: fi_sendmsg
-// and its like, their short forms, one buffer each, entries in FI_CQ_FORMAT_DATA.
+// provider's are behind them. What it knows is what the programs use: the short
+// forms (fi_send, not fi_sendmsg), and entries in FI_CQ_FORMAT_DATA.
 
-#include <dlfcn.h>
+#define STAND_IN "strict"
 #include <execinfo.h>
 #include <fcntl.h>
 #include <poll.h>
@@ -129,7 +122,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <atomic>
 #include <chrono>
 #include <deque>
 #include <list>
@@ -144,17 +136,14 @@
 #include <utility>
 #include <vector>
 
+#include "stand_in.h"
+
 // The functions that a table does not name stay null.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 
 using Clock = std::chrono::steady_clock;
 
 // ---- Settings ----
-
-long Setting(const char* name, long otherwise) {
-  const char* value = getenv(name);
-  return value ? atol(value) : otherwise;
-}
 
 const auto g_seed =
     static_cast<uint32_t>(Setting("STRICT_SEED", std::random_device()()));
@@ -167,16 +156,14 @@ const auto g_pieces = static_cast<size_t>(Setting("STRICT_PIECES", 4));
 const auto g_max_msg = static_cast<size_t>(Setting("STRICT_MAX_MSG", -1));
 const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
 const long g_hmem = Setting("STRICT_HMEM", 1);
-const long g_open_us = Setting("STRICT_OPEN_US", 0);
 const long g_adapters = Setting("STRICT_ADAPTERS", 1);
 const long g_write_fails = Setting("STRICT_WRITE_FAILS", 0);
 const long g_no_room = Setting("STRICT_NO_ROOM", 0);
 const bool g_once = Setting("STRICT_ONCE", 0);
 const bool g_p4d = Setting("STRICT_P4D", 0);
-const long g_receipt_fails = Setting("STRICT_RECEIPT_FAILS", 0);
 const bool g_wait = Setting("STRICT_WAIT", 0);
-const std::string g_removed =
-    getenv("STRICT_REMOVED") ? getenv("STRICT_REMOVED") : "canceled";
+const bool g_lost =
+    getenv("STRICT_REMOVED") && !strcmp(getenv("STRICT_REMOVED"), "lost");
 
 constexpr size_t kPageSize = 4096;
 constexpr size_t kAddressSize = 32;      // that of efa: GID, QPN, QKEY
@@ -220,11 +207,6 @@ void Violation(const char* rule, const std::string& text) {
   void* frames[8];
   int depth = backtrace(frames, 8);
   backtrace_symbols_fd(frames + 2, std::max(depth - 2, 0), STDERR_FILENO);
-}
-
-[[noreturn]] void Die(const char* what) {
-  fprintf(stderr, "strict: %s\n", what);
-  abort();
 }
 
 void CheckThread() {
@@ -358,7 +340,6 @@ struct Name {
   size_t size;  // bytes of real
   uint8_t real[512];
   uint64_t domain;
-  std::atomic<int> recvs;  // posted, less the messages that were sent there
 };
 
 std::string Folder() {
@@ -461,7 +442,6 @@ struct Op {
   // The rest of the call.
   uint64_t flags = 0;
   fi_addr_t addr = FI_ADDR_UNSPEC;
-  Name* peer = nullptr;  // of a SEND: who had that address when it was posted
   uint64_t data = 0;
   struct fi_rma_iov remote = {};
   enum fi_datatype datatype = FI_UINT64;
@@ -536,10 +516,9 @@ std::unordered_set<void*> g_contexts;  // of operations in flight
 // ---- Checks of what is posted ----
 
 // Checks a local buffer, and remembers that the operation uses its region.
-bool CheckLocal(Op& op, const char* what, void** desc, const void* data,
+bool CheckLocal(Op& op, const char* what, void* of_region, const void* data,
                 size_t size, uint64_t right) {
   std::string name = std::string(kNames[op.kind]) + ", " + what + ": ";
-  void* of_region = desc ? *desc : nullptr;
   if (!g_regions.contains(of_region)) {
     Violation("desc",
               name + (of_region ? "not a descriptor" : "no descriptor"));
@@ -737,9 +716,6 @@ bool Start(Piece& piece) {
   Op& op = *piece.op;
   ssize_t ret = HandOver(piece);
   if (ret == -FI_EAGAIN) return false;
-  if (op.kind == kSend && op.peer->recvs-- <= 0) {
-    Count("messages that found no RECV");
-  }
   if (ret != 0) {
     struct fi_cq_err_entry entry = {};
     entry.err = static_cast<int>(-ret);
@@ -819,7 +795,6 @@ ssize_t Accept(std::unique_ptr<Op> owned, void* context) {
   if (++ep.cq->in_flight > ep.cq->size) {
     Violation("cq", "more operations are in flight than it has entries");
   }
-  if (op.kind == kRecv) ++ep.name->recvs;
   if (op.refused) {
     struct fi_cq_err_entry entry = {};
     entry.err = FI_EACCES;
@@ -884,152 +859,93 @@ void* Report(Op* op, size_t received) {
 
 // ---- The functions of an endpoint ----
 
-// Returns who has an address; nullptr if it is in no use.
-Name* FindPeer(const Endpoint& ep, fi_addr_t addr) {
-  auto it = ep.av->names.find(addr);
-  if (it != ep.av->names.end()) return it->second;
-  Violation("peer", "a SEND to an address that is not in the address vector");
-  return nullptr;
-}
-
-ssize_t Message(Kind kind, struct fid_ep* fid, const struct fi_msg* msg,
-                uint64_t flags) {
+// Begins an operation. Returns nullptr if there is no room, or nothing to post to.
+std::unique_ptr<Op> Begin(Kind kind, struct fid_ep* fid, size_t size,
+                          fi_addr_t addr, ssize_t& ret) {
   auto& ep = *static_cast<Endpoint*>(fid);
-  if (!Use(ep.object)) return -FI_EINVAL;
-  if (NoRoom(ep, kind)) return -FI_EAGAIN;
-  if (msg->iov_count != 1) Die("an iov_count that is not 1");
+  ret = Use(ep.object) ? -FI_EAGAIN : -FI_EINVAL;
+  if (ret == -FI_EINVAL || NoRoom(ep, kind)) return nullptr;
   auto op = std::make_unique<Op>();
   op->kind = kind;
   op->ep = &ep;
-  op->size = msg->msg_iov->iov_len;
-  op->addr = msg->addr;
-  op->flags = flags;
-  if (kind == kSend) {
-    op->peer = FindPeer(ep, op->addr);
-    if (op->peer == nullptr) return -FI_EINVAL;
-  }
-  if (kind == kSend && !ep.greeted.insert(op->addr).second && !ep.keeps_order) {
+  op->size = size;
+  op->addr = addr;
+  op->flags = kind == kRecv ? 0 : ep.op_flags;
+  return op;
+}
+
+// Returns whether an address is in use.
+bool IsKnown(const Endpoint& ep, fi_addr_t addr) {
+  if (ep.av->names.count(addr) > 0) return true;
+  Violation("peer", "a SEND to an address that is not in the address vector");
+  return false;
+}
+
+ssize_t Send(struct fid_ep* fid, const void* data, size_t size, void* desc,
+             fi_addr_t addr, void* context) {
+  ssize_t ret = 0;
+  auto op = Begin(kSend, fid, size, addr, ret);
+  if (op == nullptr) return ret;
+  Endpoint& ep = *op->ep;
+  if (!IsKnown(ep, addr)) return -FI_EINVAL;
+  if (!ep.greeted.insert(addr).second && !ep.keeps_order) {
     Violation("sas", "a second SEND to a peer");
   }
-  if (kind == kSend && op->size > g_max_msg) {
-    Violation("size", "a SEND of " + std::to_string(op->size) + " bytes");
+  if (size > g_max_msg) {
+    Violation("size", "a SEND of " + std::to_string(size) + " bytes");
     return -FI_EMSGSIZE;
   }
-  void* data = msg->msg_iov->iov_base;
-  if (!CheckLocal(*op, "buffer", msg->desc, data, op->size,
-                  kind == kSend ? FI_SEND : FI_RECV)) {
-    return -FI_EINVAL;
-  }
-  if (kind == kSend) {
-    AddSource(*op, data, op->size);
-  } else {
-    SetTarget(*op, data, op->size);
-  }
-  return Accept(std::move(op), msg->context);
+  if (!CheckLocal(*op, "buffer", desc, data, size, FI_SEND)) return -FI_EINVAL;
+  AddSource(*op, data, size);
+  return Accept(std::move(op), context);
 }
 
-ssize_t SendMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
-  return Message(kSend, ep, msg, flags);
-}
-
-ssize_t RecvMsg(struct fid_ep* ep, const struct fi_msg* msg, uint64_t flags) {
-  return Message(kRecv, ep, msg, flags);
-}
-
-// The short forms.
-ssize_t Send(struct fid_ep* ep, const void* data, size_t size, void* desc,
+ssize_t Recv(struct fid_ep* fid, void* data, size_t size, void* desc,
              fi_addr_t addr, void* context) {
-  struct iovec iov = {const_cast<void*>(data), size};
-  struct fi_msg msg = {&iov, &desc, 1, addr, context, 0};
-  return Message(kSend, ep, &msg, static_cast<Endpoint*>(ep)->op_flags);
-}
-
-ssize_t Recv(struct fid_ep* ep, void* data, size_t size, void* desc,
-             fi_addr_t addr, void* context) {
-  struct iovec iov = {data, size};
-  struct fi_msg msg = {&iov, &desc, 1, addr, context, 0};
-  return Message(kRecv, ep, &msg, 0);
+  ssize_t ret = 0;
+  auto op = Begin(kRecv, fid, size, addr, ret);
+  if (op == nullptr) return ret;
+  if (!CheckLocal(*op, "buffer", desc, data, size, FI_RECV)) return -FI_EINVAL;
+  SetTarget(*op, data, size);
+  return Accept(std::move(op), context);
 }
 
 // Leaves at once, and nobody hears what became of it.
 ssize_t Inject(struct fid_ep* fid, const void* data, size_t size,
                fi_addr_t addr) {
-  auto& ep = *static_cast<Endpoint*>(fid);
-  if (!Use(ep.object)) return -FI_EINVAL;
-  if (NoRoom(ep, kSend)) return -FI_EAGAIN;
+  ssize_t ret = 0;
+  auto op = Begin(kSend, fid, size, addr, ret);
+  if (op == nullptr) return ret;
   if (size > kInjectSize) {
     Violation("size", "fi_inject of " + std::to_string(size) + " bytes");
   }
-  Name* peer = FindPeer(ep, addr);
-  if (peer == nullptr) return -FI_EINVAL;
-  auto* real = Real<struct fid_ep>(ep.object);
-  ssize_t ret = fi_inject(real, data, size, addr);
-  if (ret == 0 && peer->recvs-- <= 0) {
-    Count("messages that found no RECV");
-  }
+  if (!IsKnown(*op->ep, addr)) return -FI_EINVAL;
+  ret = fi_inject(Real<struct fid_ep>(op->ep->object), data, size, addr);
   if (ret == 0) Count("fi_inject");
   return ret;
 }
 
-ssize_t OneSided(Kind kind, struct fid_ep* fid, const struct fi_msg_rma* msg,
-                 uint64_t flags) {
-  auto& ep = *static_cast<Endpoint*>(fid);
-  if (!Use(ep.object)) return -FI_EINVAL;
-  if (NoRoom(ep, kind)) return -FI_EAGAIN;
-  if (msg->iov_count != 1 || msg->rma_iov_count != 1) Die("several buffers");
-  auto op = std::make_unique<Op>();
-  op->kind = kind;
-  op->ep = &ep;
-  op->size = msg->msg_iov->iov_len;
-  op->addr = msg->addr;
-  op->flags = flags;
-  op->data = static_cast<uint32_t>(msg->data);
-  void* data = msg->msg_iov->iov_base;
-  if (msg->rma_iov->len != op->size) {
-    Violation("size", "the lengths here and there are not the same");
-  }
-  if ((flags & FI_REMOTE_CQ_DATA) && msg->data != op->data) {
+ssize_t WriteData(struct fid_ep* fid, const void* data, size_t size, void* desc,
+                  uint64_t number, uint64_t flags, fi_addr_t addr, uint64_t at,
+                  uint64_t key, void* context) {
+  ssize_t ret = 0;
+  auto op = Begin(kWrite, fid, size, addr, ret);
+  if (op == nullptr) return ret;
+  op->flags |= flags;
+  op->data = static_cast<uint32_t>(number);
+  if (number != op->data) {
     Violation("size", "immediate data of more than 4 bytes");
   }
-  if (!CheckLocal(*op, "buffer", msg->desc, data, op->size,
-                  kind == kWrite ? FI_WRITE : FI_READ)) {
-    return -FI_EINVAL;
-  }
-  CheckRemote(*op, msg->rma_iov->addr, msg->rma_iov->key,
-              kind == kWrite ? FI_REMOTE_WRITE : FI_REMOTE_READ);
+  if (!CheckLocal(*op, "buffer", desc, data, size, FI_WRITE)) return -FI_EINVAL;
+  CheckRemote(*op, at, key, FI_REMOTE_WRITE);
   static bool has_failed = false;
-  if (kind == kWrite && ep.object.domain->adapter == g_write_fails &&
+  if (op->ep->object.domain->adapter == g_write_fails &&
       !std::exchange(has_failed, true)) {
     Count("WRITEs that fail");
     op->refused = true;
   }
-  if (kind == kWrite) {
-    AddSource(*op, data, op->size);
-  } else {
-    SetTarget(*op, data, op->size);
-  }
-  return Accept(std::move(op), msg->context);
-}
-
-ssize_t WriteMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
-                 uint64_t flags) {
-  return OneSided(kWrite, ep, msg, flags);
-}
-
-ssize_t ReadMsg(struct fid_ep* ep, const struct fi_msg_rma* msg,
-                uint64_t flags) {
-  return OneSided(kRead, ep, msg, flags);
-}
-
-// The short forms.
-ssize_t WriteData(struct fid_ep* ep, const void* data, size_t size, void* desc,
-                  uint64_t number, uint64_t flags, fi_addr_t addr, uint64_t at,
-                  uint64_t key, void* context) {
-  struct iovec iov = {const_cast<void*>(data), size};
-  struct fi_rma_iov rma = {at, size, key};
-  struct fi_msg_rma msg = {&iov, &desc, 1, addr, &rma, 1, context, number};
-  return OneSided(kWrite, ep, &msg,
-                  static_cast<Endpoint*>(ep)->op_flags | flags);
+  AddSource(*op, data, size);
+  return Accept(std::move(op), context);
 }
 
 ssize_t Write(struct fid_ep* ep, const void* data, size_t size, void* desc,
@@ -1044,80 +960,45 @@ ssize_t WriteNumber(struct fid_ep* ep, const void* data, size_t size,
                    key, context);
 }
 
-ssize_t Read(struct fid_ep* ep, void* data, size_t size, void* desc,
+ssize_t Read(struct fid_ep* fid, void* data, size_t size, void* desc,
              fi_addr_t addr, uint64_t at, uint64_t key, void* context) {
-  struct iovec iov = {data, size};
-  struct fi_rma_iov rma = {at, size, key};
-  struct fi_msg_rma msg = {&iov, &desc, 1, addr, &rma, 1, context, 0};
-  return OneSided(kRead, ep, &msg, static_cast<Endpoint*>(ep)->op_flags);
+  ssize_t ret = 0;
+  auto op = Begin(kRead, fid, size, addr, ret);
+  if (op == nullptr) return ret;
+  if (!CheckLocal(*op, "buffer", desc, data, size, FI_READ)) return -FI_EINVAL;
+  CheckRemote(*op, at, key, FI_REMOTE_READ);
+  SetTarget(*op, data, size);
+  return Accept(std::move(op), context);
 }
 
-ssize_t Atomic(Kind kind, struct fid_ep* fid, const struct fi_msg_atomic* msg,
-               const struct fi_ioc* expected, void** expected_desc,
-               struct fi_ioc* before, void** before_desc, uint64_t flags) {
-  auto& ep = *static_cast<Endpoint*>(fid);
-  if (!Use(ep.object)) return -FI_EINVAL;
-  if (NoRoom(ep, kind)) return -FI_EAGAIN;
-  if (msg->datatype != FI_UINT64 || msg->msg_iov->count != 1) {
-    Die("an atomic operation on anything but one word of 64 bits");
-  }
-  auto op = std::make_unique<Op>();
-  op->kind = kind;
-  op->ep = &ep;
-  op->size = sizeof(uint64_t);
-  op->addr = msg->addr;
-  op->flags = flags;
-  op->atomic_op = msg->op;
-  const void* operand = msg->msg_iov->addr;
-  if (!CheckLocal(*op, "operand", msg->desc, operand, op->size, FI_WRITE) ||
-      !CheckLocal(*op, "result", before_desc, before->addr, op->size,
-                  FI_READ) ||
-      (expected != nullptr &&
-       !CheckLocal(*op, "comparison", expected_desc, expected->addr, op->size,
-                   FI_WRITE))) {
-    return -FI_EINVAL;
-  }
-  CheckRemote(*op, msg->rma_iov->addr, msg->rma_iov->key,
-              FI_REMOTE_READ | FI_REMOTE_WRITE);
-  if (msg->rma_iov->addr % sizeof(uint64_t) != 0) {
-    Violation("access", "an atomic operation on a word that is not aligned");
-  }
-  SetTarget(*op, before->addr, op->size);
-  AddSource(*op, operand, op->size);
-  if (expected != nullptr) AddSource(*op, expected->addr, op->size);
-  return Accept(std::move(op), msg->context);
-}
-
-ssize_t FetchMsg(struct fid_ep* ep, const struct fi_msg_atomic* msg,
-                 struct fi_ioc* before, void** before_desc, size_t,
-                 uint64_t flags) {
-  return Atomic(kFetch, ep, msg, nullptr, nullptr, before, before_desc, flags);
-}
-
-ssize_t CompareMsg(struct fid_ep* ep, const struct fi_msg_atomic* msg,
-                   const struct fi_ioc* expected, void** expected_desc, size_t,
-                   struct fi_ioc* before, void** before_desc, size_t,
-                   uint64_t flags) {
-  return Atomic(kCompare, ep, msg, expected, expected_desc, before, before_desc,
-                flags);
-}
-
-ssize_t Compare(struct fid_ep* ep, const void* operand, size_t count,
+// Without `expected`, it is no compare-and-swap.
+ssize_t Compare(struct fid_ep* fid, const void* operand, size_t count,
                 void* desc, const void* expected, void* expected_desc,
                 void* before, void* before_desc, fi_addr_t addr, uint64_t at,
-                uint64_t key, enum fi_datatype type, enum fi_op op,
+                uint64_t key, enum fi_datatype type, enum fi_op atomic_op,
                 void* context) {
-  struct fi_ioc ioc = {const_cast<void*>(operand), count};
-  struct fi_ioc was = {before, count};
-  struct fi_ioc wanted = {const_cast<void*>(expected), count};
-  struct fi_rma_ioc rma = {at, count, key};
-  struct fi_msg_atomic msg = {&ioc, &desc, 1,  addr,    &rma,
-                              1,    type,  op, context, 0};
-  bool compares = expected != nullptr;
-  return Atomic(compares ? kCompare : kFetch, ep, &msg,
-                compares ? &wanted : nullptr,
-                compares ? &expected_desc : nullptr, &was, &before_desc,
-                static_cast<Endpoint*>(ep)->op_flags);
+  if (type != FI_UINT64 || count != 1) {
+    Die("an atomic operation on anything but one word of 64 bits");
+  }
+  ssize_t ret = 0;
+  auto op =
+      Begin(expected ? kCompare : kFetch, fid, sizeof(uint64_t), addr, ret);
+  if (op == nullptr) return ret;
+  op->atomic_op = atomic_op;
+  if (!CheckLocal(*op, "operand", desc, operand, op->size, FI_WRITE) ||
+      !CheckLocal(*op, "result", before_desc, before, op->size, FI_READ) ||
+      (expected != nullptr && !CheckLocal(*op, "comparison", expected_desc,
+                                          expected, op->size, FI_WRITE))) {
+    return -FI_EINVAL;
+  }
+  CheckRemote(*op, at, key, FI_REMOTE_READ | FI_REMOTE_WRITE);
+  if (at % sizeof(uint64_t) != 0) {
+    Violation("access", "an atomic operation on a word that is not aligned");
+  }
+  SetTarget(*op, before, op->size);
+  AddSource(*op, operand, op->size);
+  if (expected != nullptr) AddSource(*op, expected, op->size);
+  return Accept(std::move(op), context);
 }
 
 ssize_t Fetch(struct fid_ep* ep, const void* operand, size_t count, void* desc,
@@ -1234,25 +1115,17 @@ struct fi_ops g_ep_fid_ops = {.size = sizeof(g_ep_fid_ops),
                               .bind = BindEndpoint,
                               .control = ControlEndpoint};
 struct fi_ops_cm g_ep_cm = {.size = sizeof(g_ep_cm), .getname = GetName};
-struct fi_ops_msg g_ep_msg = {.size = sizeof(g_ep_msg),
-                              .recv = Recv,
-                              .recvmsg = RecvMsg,
-                              .send = Send,
-                              .sendmsg = SendMsg,
-                              .inject = Inject};
+struct fi_ops_msg g_ep_msg = {
+    .size = sizeof(g_ep_msg), .recv = Recv, .send = Send, .inject = Inject};
 struct fi_ops_rma g_ep_rma = {
     .size = sizeof(g_ep_rma),
     .read = Read,
-    .readmsg = ReadMsg,
     .write = Write,
-    .writemsg = WriteMsg,
     .writedata = WriteNumber,
 };
 struct fi_ops_atomic g_ep_atomic = {.size = sizeof(g_ep_atomic),
                                     .readwrite = Fetch,
-                                    .readwritemsg = FetchMsg,
                                     .compwrite = Compare,
-                                    .compwritemsg = CompareMsg,
                                     .readwritevalid = FetchValid,
                                     .compwritevalid = CompareValid};
 
@@ -1329,16 +1202,8 @@ ssize_t ReadQueue(struct fid_cq* fid, void* buffer, size_t count) {
       continue;
     }
     struct fi_cq_data_entry& entry = entries[done++] = it->entry;
-    bool recv = it->op != nullptr && it->op->kind == kRecv;
     if (it->op != nullptr) entry.op_context = Report(it->op, entry.len);
     it = queue.completions.erase(it);
-    if (!recv || !Percent(g_receipt_fails)) continue;
-    Count("receipts that fail");
-    struct fi_cq_err_entry again = {};
-    again.op_context = entry.op_context;
-    again.err = FI_EIO;
-    again.flags = kFlags[kRecv];
-    queue.failures.push_back({nullptr, again});
   }
   if (done > 0 || !queue.failures.empty()) queue.safe = false;
   if (done > 0) return static_cast<ssize_t>(done);
@@ -1443,7 +1308,7 @@ void EndAll(const AddressVector& av, fi_addr_t addr) {
         struct fi_cq_err_entry entry = {};
         entry.err = FI_ECANCELED;
         Fail(*op, entry);
-        if (g_removed != "lost") continue;
+        if (!g_lost) continue;
         queue->failures.pop_back();
         Release(op);
         ForgetIfDone(op);
@@ -1476,7 +1341,7 @@ int Remove(struct fid_av* fid, fi_addr_t* addrs, size_t count, uint64_t flags) {
     }
     Count("fi_av_remove");
     // The provider keeps the address: it may need it for what it has got already.
-    if (g_removed != "done") EndAll(av, addrs[i]);
+    EndAll(av, addrs[i]);
   }
   return 0;
 }
@@ -1593,17 +1458,6 @@ int RegisterBuffer(struct fid* domain, const void* data, size_t size,
 
 // ---- Opening ----
 
-// Gives an object of the provider a copy of one of its tables, in which some
-// functions are then replaced. Returns the table that it had.
-template <typename Table>
-Table* Replace(Table*& table) {
-  Table* real = table;
-  table = static_cast<Table*>(malloc(real->size));
-  if (table == nullptr) Die("no memory");
-  memcpy(table, real, real->size);
-  return real;
-}
-
 // The provider's answers, by what we have made of them.
 std::map<const struct fi_info*, struct fi_info*> g_real_infos;
 
@@ -1615,27 +1469,34 @@ struct fi_info* RealInfo(const struct fi_info* info) {
 
 std::map<struct fid*, struct fi_ops_fabric*> g_real_fabrics;
 
+// Makes what the program gets instead of the provider's object.
+template <typename Ours, typename Base>
+Ours* MakeObject(Base** result, Base* real, size_t fclass, void* context,
+                 struct fi_ops* ops, Domain* domain) {
+  auto* ours = new Ours;
+  ours->object.real = &real->fid;
+  ours->fid = {.fclass = fclass, .context = context, .ops = ops};
+  Opened(ours->object, domain);
+  *result = ours;
+  return ours;
+}
+
 int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
                  struct fid_ep** result, void* context) {
   CheckThread();
-  timespec open_time = {g_open_us / 1000000, g_open_us % 1000000 * 1000};
-  nanosleep(&open_time, nullptr);  // a signal ends it
   struct fid_ep* real = nullptr;
   Domain& ours = g_domains.at(&domain->fid);
   int ret = ours.real->endpoint(domain, RealInfo(info), &real, context);
   if (ret != 0) return ret;
-  auto* ep = new Endpoint;
-  ep->object.real = &real->fid;
+  auto* ep = MakeObject<Endpoint>(result, real, FI_CLASS_EP, context,
+                                  &g_ep_fid_ops, &ours);
   ep->keeps_order =
       info->tx_attr->msg_order & info->rx_attr->msg_order & FI_ORDER_SAS;
   ep->op_flags = info->tx_attr->op_flags & FI_DELIVERY_COMPLETE;
-  ep->fid = {.fclass = FI_CLASS_EP, .context = context, .ops = &g_ep_fid_ops};
   ep->cm = &g_ep_cm;
   ep->msg = WithoutHoles(g_ep_msg);
   ep->rma = WithoutHoles(g_ep_rma);
   ep->atomic = WithoutHoles(g_ep_atomic);
-  Opened(ep->object, &ours);
-  *result = ep;
   return 0;
 }
 
@@ -1651,19 +1512,15 @@ int OpenQueue(struct fid_domain* domain, struct fi_cq_attr* attr,
   Domain& ours = g_domains.at(&domain->fid);
   int ret = ours.real->cq_open(domain, &real_attr, &real, context);
   if (ret != 0) return ret;
-  auto* queue = new Queue;
+  auto* queue = MakeObject<Queue>(result, real, FI_CLASS_CQ, context,
+                                  &g_cq_fid_ops, &ours);
   g_queues.insert(queue);
   if (waits) {
     queue->wait_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     if (queue->wait_fd < 0) Die("no eventfd");
   }
-  queue->object.real = &real->fid;
   queue->size = attr->size > 0 ? attr->size : kQueueSize;
-  queue->fid = {
-      .fclass = FI_CLASS_CQ, .context = context, .ops = &g_cq_fid_ops};
   queue->ops = &g_cq_ops;
-  Opened(queue->object, &ours);
-  *result = queue;
   return 0;
 }
 
@@ -1674,12 +1531,9 @@ int OpenAddressVector(struct fid_domain* domain, struct fi_av_attr* attr,
   Domain& ours = g_domains.at(&domain->fid);
   int ret = ours.real->av_open(domain, attr, &real, context);
   if (ret != 0) return ret;
-  auto* av = new AddressVector;
-  av->object.real = &real->fid;
-  av->fid = {.fclass = FI_CLASS_AV, .context = context, .ops = &g_av_fid_ops};
+  auto* av = MakeObject<AddressVector>(result, real, FI_CLASS_AV, context,
+                                       &g_av_fid_ops, &ours);
   av->ops = &g_av_ops;
-  Opened(av->object, &ours);
-  *result = av;
   return 0;
 }
 
@@ -1690,11 +1544,8 @@ int OpenEventQueue(struct fid_fabric* fabric, struct fi_eq_attr* attr,
   auto* real_fabric = g_real_fabrics.at(&fabric->fid);
   int ret = real_fabric->eq_open(fabric, attr, &real, context);
   if (ret != 0) return ret;
-  auto* eq = new EventQueue;
-  eq->object.real = &real->fid;
-  eq->fid = {.fclass = FI_CLASS_EQ, .context = context, .ops = &g_eq_fid_ops};
-  Opened(eq->object, nullptr);
-  *result = eq;
+  MakeObject<EventQueue>(result, real, FI_CLASS_EQ, context, &g_eq_fid_ops,
+                         nullptr);
   return 0;
 }
 
@@ -1810,13 +1661,6 @@ struct Summary {
 } g_summary;
 
 // ---- What takes the place of functions of libfabric ----
-
-template <typename Function>
-Function* Next(const char* name, Function*) {
-  void* function = dlsym(RTLD_NEXT, name);
-  if (function == nullptr) Die("the program does not use libfabric");
-  return reinterpret_cast<Function*>(function);
-}
 
 // Returns whether libfabric itself has called, to build one provider upon
 // another. `next` is one of its functions.

@@ -3,9 +3,8 @@ those in WITHOUT_ENTRY."""
 
 import typing
 
-from messages import (ACCEPT, ALIVE, BYE, CONNECT, FAILED, FREE, JOIN, LONGEST,
-                      MALLOC, PROGRESS, READY, REPLY, SAVED, TABLE_ALIVE, TABLE_REPLY, TEXT,
-                      WAIT, base, chunk, credit, crowd, fill,
+from messages import (ACCEPT, ALIVE, BYE, CONNECT, FREE, JOIN, LONGEST, MALLOC, PROGRESS,
+                      READY, REPLY, TABLE_ALIVE, TABLE_REPLY, TEXT, WAIT, base, chunk, crowd, fill,
                       fill_repeatedly, nonce_fill, plain, put, request)
 
 # Where something is left out, what many programs share, letter for letter, is tried with
@@ -56,8 +55,6 @@ class Entry(typing.NamedTuple):
     refused_by: list = []
     # Providers that lose something on a busy machine. They came and went with net.
     lossy_over: list = []
-    # Four clients at once are tried over all providers, and not over two.
-    every_provider: bool = False
     # One endpoint of the server is for all, so there are no sessions with a line each
     # about their beginning and their end, and a message begins in another way: what
     # others have in test_messages.py, this one has in test_crowd.py.
@@ -68,15 +65,11 @@ class Entry(typing.NamedTuple):
     # once: otherwise a WRITE that comes too late would find its data in place already.
     once: list = []
 
-    # What is wrong, and the messages of a session that end it; those that are wrong in
-    # any program are BAD_ANYWHERE. Without sessions, any message is a text.
+    # What is wrong, and the messages of a session that end it. Without sessions, any
+    # message is a text.
     bad_sessions: dict = {}
     # A message that gives its server something to do; where it has `fill`, that does.
     work: bytes = b""
-    # What its server says when a client leaves before it has got what it wanted.
-    left: str = "Done"
-    # Its server tells a client what is wrong, and waits until the client leaves.
-    tells_why: bool = False
     # A CONNECT has a number before the address: the same in all of a client.
     numbered: bool = False
     # Makes a request to fill pages, where the program has one.
@@ -112,49 +105,26 @@ WRONG_TEXTS = {
     "text too long": [ADDRESS, "x" * 65537],
     "too many": [ADDRESS, "a", "b"],
 }
+
+
+def wrong_number(*before, most, behind=()):
+    """What no number from 1 to `most` is, behind these arguments."""
+    numbers = {"zero": "0", "negative": "-8", "no number": "4k", "fraction": "1.5", "empty": "",
+               "space": " 1", "too large": str(most + 1), "overflow": str(2**64 + 1)}
+    return {f"{what} behind {len(before)}": [ADDRESS, *before, number, *behind]
+            for what, number in numbers.items()}
+
+
 # Of 6_write and 7_queue.
 WRONG_PAGES = {
-    "zero": [ADDRESS, "0", "8"],
-    "zero pages": [ADDRESS, "4096", "0"],
-    "negative": [ADDRESS, "-8", "8"],
-    "no number": [ADDRESS, "4k", "8"],
-    "empty size": [ADDRESS, "", "8"],
-    "fraction": [ADDRESS, "4096", "1.5"],
-    "space": [ADDRESS, " 4096", "1"],
+    **wrong_number(most=1 << 20, behind=["8"]),
+    **wrong_number("4096", most=16000),
     "size only": [ADDRESS, "4096"],
-    "enormous": [ADDRESS, "99999999999999999999999", "1"],
-    "overflow": [ADDRESS, str(2**63), "2"],
-    "overflow pages": [ADDRESS, "8", str(2**63)],
     "too much": [ADDRESS, str(1 << 20), "65"],
-    "too many pages": [ADDRESS, "1", "16001"],
-    "page too large": [ADDRESS, str((1 << 20) + 1), "1"],
     "--gpu at the end": [ADDRESS, "--gpu"],
     "too many": [ADDRESS, "8", "8", "8", "8"],
 }
-WRONG_SIZES = {
-    "zero": [ADDRESS, "0", "8"],
-    "zero pages": [ADDRESS, "4096", "0"],
-    "negative": [ADDRESS, "-8", "8"],
-    "negative pages": [ADDRESS, "8", "-8"],
-    "no multiple of 8": [ADDRESS, "4095", "8"],
-    "no number": [ADDRESS, "4k", "8"],
-    "empty size": [ADDRESS, "", "8"],
-    "fraction": [ADDRESS, "4096", "1.5"],
-    "space": [ADDRESS, " 4096", "1"],
-    "size only": [ADDRESS, "4096"],
-    "enormous": [ADDRESS, "99999999999999999999999", "1"],
-    "overflow": [ADDRESS, str(2**63), "2"],
-    "overflow pages": [ADDRESS, "8", str(2**63)],
-    "does not fit": [ADDRESS, str(8 << 20), "10000"],
-    "too many pages": [ADDRESS, "8", "300000"],
-    "page too large": [ADDRESS, str((16 << 20) + 8), "1"],
-    "too many": [ADDRESS, "8", "8", "8", "8"],
-}
-WRONG_REPEATS = {
-    "repeat 0": [ADDRESS, "8", "8", "0"],
-    "repeat negative": [ADDRESS, "8", "8", "-1"],
-    "repeat enormous": [ADDRESS, "8", "8", str(2**63)],
-}
+WRONG_REPEATS = wrong_number("8", "8", most=10**9)
 WRONG_LISTS = {
     "no second address": [ADDRESS + ","],
     "no first address": ["," + ADDRESS],
@@ -162,40 +132,15 @@ WRONG_LISTS = {
     "no hexadecimal in a list": [ADDRESS + ",xyz1"],
     "a space in a list": [ADDRESS + ", " + ADDRESS],
 }
-WRONG_COUNTS = {
-    "zero": [ADDRESS, "0"],
-    "negative": [ADDRESS, "-1"],
-    "no number": [ADDRESS, "x"],
-    "fraction": [ADDRESS, "1.5"],
-    "empty count": [ADDRESS, ""],
-    "space": [ADDRESS, " 1"],
-    "too large": [ADDRESS, "1000001"],
-    "overflow": [ADDRESS, str(2**64 + 1)],
-    "too many": [ADDRESS, "1", "1"],
-}
+WRONG_COUNTS = {**wrong_number(most=1000000), "too many": [ADDRESS, "1", "1"]}
 WRONG_FILES = {
     "no file": [ADDRESS],
-    "zero slots": [ADDRESS, "Makefile", "0"],
-    "negative slots": [ADDRESS, "Makefile", "-1"],
-    "no number": [ADDRESS, "Makefile", "x"],
-    "fraction": [ADDRESS, "Makefile", "1.5"],
-    "empty slots": [ADDRESS, "Makefile", ""],
-    "space": [ADDRESS, "Makefile", " 1"],
-    "too many slots": [ADDRESS, "Makefile", "17"],
-    "overflow": [ADDRESS, "Makefile", str(2**64 + 1)],
+    **wrong_number("Makefile", most=16),
     "too many": [ADDRESS, "Makefile", "8", "8"],
 }
-
 WRONG_CROWDS = {
-    "zero clients": [ADDRESS, "0"],
-    "negative": [ADDRESS, "-1"],
-    "no number": [ADDRESS, "x"],
-    "fraction": [ADDRESS, "1.5"],
-    "empty": [ADDRESS, ""],
-    "space": [ADDRESS, " 1"],
-    "overflow": [ADDRESS, str(2**64 + 1)],
-    "zero requests": [ADDRESS, "1", "0"],
-    "no number of requests": [ADDRESS, "1", "x"],
+    **wrong_number(most=2**64),
+    **wrong_number("1", most=2**64),
     "no period": [ADDRESS, "1", "1", "1s"],
     "huge product": [ADDRESS, "2", str(2**63)],
     "huge period": [ADDRESS, "1", "1", str(2**63)],
@@ -214,21 +159,11 @@ WRONG_CROWDS = {
 # ---- Messages that end a session ----
 
 HUGE = 2**64 - 1
-BAD_ANYWHERE = {
-    "type": [base(99)],
-    "type 0": [base(0)],
-    "CONNECT": [base(CONNECT) + bytes(260)],
-    "ACCEPT": [base(ACCEPT) + bytes(260)],
-}
-# In a session of 5 to 8. BYE cut short has no type.
-BAD_PLAIN = {
-    "empty": [b""],
-    "cut short": [plain(BYE)[:-1]],
-    "type": [plain(99)],
-    "type 0": [plain(0)],
-    "CONNECT": [plain(CONNECT) + bytes(256)],
-    "ACCEPT": [plain(ACCEPT) + bytes(256)],
-}
+# In a session of 5 to 13. BYE cut short has no type.
+BAD_PLAIN = {"empty": [b""], "cut short": [plain(BYE)[:-1]]}
+for begin, bad in (plain, BAD_PLAIN), (base, BAD_GUARDED := {}):
+    bad.update({"type": [begin(99)], "type 0": [begin(0)],
+                "CONNECT": [begin(CONNECT) + bytes(256)], "ACCEPT": [begin(ACCEPT) + bytes(256)]})
 
 
 def bad_fills(fill, largest, most):
@@ -281,9 +216,6 @@ BAD_FILES = {
     "half a CHUNK": [GOOD_PUT, chunk(0)[:-8]],
     "CHUNK of an empty file": [put(b"empty"), chunk(0)],
     "READY": [GOOD_PUT, plain(READY) + bytes(24)],
-    "CREDIT": [GOOD_PUT, credit(0)],
-    "SAVED": [GOOD_PUT, plain(SAVED)],
-    "FAILED": [GOOD_PUT, plain(FAILED) + b"no"],
     "after a good one": [GOOD_PUT, plain(PROGRESS), plain(99)],
 }
 BAD_CROWDS = {
@@ -318,7 +250,6 @@ TABLE = {
         wrong=WRONG_TEXTS,
         sizes=[["x"], ["0123456789" * 6000]],
         others=["0123456789" * 6000],
-        every_provider=True,
         longest_text=65532,
         bad_sessions={**BAD_PLAIN, "after a good one": [plain(TEXT) + b"text", plain(7)]},
         work=plain(TEXT) + b"x" * 60000,
@@ -346,7 +277,6 @@ TABLE = {
         others=["65536", "100", "3"],
         long_begun="^.*RandomFill.*=1048576",
         imm_data=True,
-        every_provider=True,
         once=["65536", "100", "1"],
         bad_sessions={**BAD_PLAIN, **bad_fills(fill_repeatedly, 1 << 20, 64),
                       **bad_repeats(fill_repeatedly), "PROGRESS": [plain(PROGRESS)]},
@@ -377,7 +307,6 @@ TABLE = {
         killed_in="test_file.py",
         bad_sessions=BAD_FILES,
         work=GOOD_PUT,
-        tells_why=True,
         most_added=45),
     "10_lock": Entry(
         success="Data is correct.",
@@ -411,7 +340,6 @@ TABLE = {
         short=["1", "1"],
         others=["5", "50"],
         killed_in="test_crowd.py",
-        every_provider=True,
         one_endpoint=True,
         bad_sessions=BAD_CROWDS,
         most_removed=26),
@@ -422,12 +350,10 @@ TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     guarded=True,
     long=["1048576", "200", "100000"],
     wrong={**WRONG_PAGES, **WRONG_REPEATS, "too much": [ADDRESS, str(1 << 20), "513"]},
-    every_provider=False,
-    bad_sessions={**bad_fills(nonce_fill, 1 << 20, 512), **bad_repeats(nonce_fill),
+    bad_sessions={**BAD_GUARDED, **bad_fills(nonce_fill, 1 << 20, 512), **bad_repeats(nonce_fill),
                   "PROGRESS": [base(PROGRESS)], "WAIT": [base(WAIT)]},
     fill=nonce_fill)
 # It does, too, through several adapters.
 TABLE["11_rails"] = TABLE["7_queue"]._replace(
     numbered=True,
-    wrong={**WRONG_PAGES, **WRONG_REPEATS, **WRONG_LISTS},
-    every_provider=False)
+    wrong={**WRONG_PAGES, **WRONG_REPEATS, **WRONG_LISTS})

@@ -16,7 +16,7 @@ import pytest
 from fakes import FakeClient, FakeServer, new_nonce
 from harness import TIME_FACTOR, Server
 from marks import not_over_verbs
-from messages import ACCEPT, BYE, PROGRESS, WAIT, base, type_and_nonce
+from messages import BYE, WAIT, base, type_and_nonce
 from repository import variant
 
 pytestmark = [pytest.mark.builds("plain"),
@@ -169,20 +169,6 @@ def test_invented_addresses_in_line(run, patient):
         for place in places:
             leave(client, place)
         assert later.wait() == 0, later.output
-    patient.stop()
-
-
-@pytest.mark.long
-def test_asking_without_end(run, patient):
-    """One who asks again before he is told is told each time, and nobody else has to wait
-    for that."""
-    take_places(FakeClient(run, patient))
-    client = FakeClient(run, patient)
-    for _ in range(3):
-        client.nonce = new_nonce()
-        client.send(client.connect())
-    answers = [type_and_nonce(client.receive_any()) for _ in range(3)]
-    assert {type_ for type_, _ in answers} == {WAIT} and answers[2][1] == client.nonce
     patient.stop()
 
 
@@ -345,21 +331,6 @@ def test_killed_while_it_waits_for_memory(run, provider):
     server.process.wait_for(r"^\[2\] error: ", 60)
     assert alive.wait() == 0, alive.output
     server.check_client(*pages, "1")
-    server.stop()
-
-
-def test_request_of_a_stranger(run, serve):
-    """The port of a session is no secret. What comes there without its nonce is nothing."""
-    server = serve(STRANGERS, "tcp")
-    client, other = FakeClient(run, server), FakeClient(run, server)
-    client.open_session()
-    other.peer(client.session)
-    for message in base(BYE, client.nonce ^ 1), base(PROGRESS), base(ACCEPT) + b"x":
-        other.send(message, as_it_is=True)
-    client.send(client.work())
-    client.process.write("wait")  # its provider takes part in the WRITEs
-    client.expect("Received RandomFill")
-    assert not server.errors()
     server.stop()
 
 

@@ -2,9 +2,6 @@
 
 import os
 import re
-import shutil
-import subprocess
-import sys
 import xml.etree.ElementTree
 
 import pytest
@@ -40,22 +37,6 @@ def check_style(figure):
 @pytest.mark.parametrize("name", FIGURES)
 def test_style(name):
     check_style(style.read(f"{ROOT}/chapters/{name}"))
-
-
-def test_chart():
-    """What matplotlib writes gets the style. So does a chart of the days when the colours
-    were variables."""
-    lines = ('<svg xmlns="http://www.w3.org/2000/svg" height="560pt" width="740pt">\n'
-             ' <defs>\n  <style>*{stroke-linejoin: round}</style>\n </defs>\n'
-             ' <path d="M 0 0 \nL 1 1" style="fill: none; stroke: %s; stroke-width: 2"/>\n'
-             ' <text style="font: 16px sans; text-anchor: end; fill: %s" x="1">a</text>\n'
-             '</svg>\n')
-    chart = style.themed(lines % (style.PALETTE["blue"], style.PALETTE["text"]))
-    check_style(chart)
-    assert (' <path fill="none" stroke="#0969da" d="M 0 0 \nL 1 1" '
-            'style="stroke-width: 2"/>\n') in chart
-    assert ' <text fill="#1f2328" style="text-anchor: end" x="1">a</text>\n' in chart
-    assert chart == style.themed(lines % ("var(--blue)", "var(--text)"))
 
 
 @pytest.mark.parametrize("name", BY_HAND)
@@ -119,80 +100,3 @@ def test_owners():
         if number(program) >= 4 and number(program) != 12]
     for chapter, figure in owner.FIGURES.items():
         assert style.read(owner.path_of(chapter)) == owner.draw(figure), chapter
-
-
-@pytest.mark.parametrize("chapter", owner.FIGURES)
-def test_owner(chapter):
-    """The words of a piece fit into it, and no arrow crosses a word. A lane's owner
-    changes only at an event."""
-    figure = owner.FIGURES[chapter]
-    root = xml.etree.ElementTree.fromstring(owner.draw(figure))
-    texts = list(places_of_texts(root))
-    for box in root.iter(f"{SVG}rect"):
-        left, top, width, height = (
-            float(box.get(edge)) for edge in ["x", "y", "width", "height"])
-        for words, *edges in texts:
-            if left < (edges[0] + edges[2]) / 2 < left + width and (
-                    top < edges[1] and edges[3] < top + height):
-                assert left + 2 < edges[0] and edges[2] < left + width - 2, words
-    for arrow in root.iter(f"{SVG}path"):
-        ends = re.fullmatch(r"M([\d.]+),([\d.]+)L([\d.]+),([\d.]+)", arrow.get("d"))
-        if not ends:
-            continue
-        x1, y1, x2, y2 = map(float, ends.groups())
-        for step in range(101):
-            x, y = x1 + (x2 - x1) * step / 100, y1 + (y2 - y1) * step / 100
-            for words, left, upper, right, lower in texts:
-                assert not (left - 3 < x < right + 3 and upper < y < lower), words
-    # What happens to both memories at once is written beside one of them.
-    happens = {at for lane in (figure.mine, figure.theirs) for at, *_ in lane.events}
-    for lane in figure.mine, figure.theirs:
-        pieces = [(start, kind) for start, kind, _ in lane.pieces]
-        for (_, before), (start, after) in zip(pieces, pieces[1:]):
-            assert before == after or any(abs(start - at) <= 20 for at in happens)
-
-
-def luminance(colour):
-    parts = [int(colour[at:at + 2], 16) / 255 for at in (1, 3, 5)]
-    parts = [part / 12.92 if part <= 0.03928 else ((part + 0.055) / 1.055) ** 2.4
-             for part in parts]
-    return sum(part * weight for part, weight in zip(parts, (0.2126, 0.7152, 0.0722)))
-
-
-def contrast(one, other):
-    dark, light = sorted([luminance(one), luminance(other)])
-    return (light + 0.05) / (dark + 0.05)
-
-
-def test_contrast():
-    """Texts can be read on GitHub's pages, light and dark, and in boxes (WCAG AA)."""
-    for palette in style.PALETTE, style.DARK:
-        for ink in ["text", "faint", "blue", "amber", "green", "red"]:
-            for ground in ["page", "host"]:
-                assert contrast(palette[ink], palette[ground]) >= 4.5, (ink, ground)
-        for ground in filter(re.compile("pale-").match, palette):
-            assert contrast(palette["text"], palette[ground]) >= 4.5, ground
-    assert contrast("#000000", "#ffffff") == pytest.approx(21)
-
-
-def test_tool(tmp_path):
-    """style.py mends a copy and colours that differ, and keeps a figure's own rules."""
-    (tmp_path / "scripts").mkdir()
-    shutil.copytree(f"{ROOT}/scripts/book", tmp_path / "scripts" / "book")
-    (tmp_path / "chapters").mkdir()
-    figure = tmp_path / "chapters" / BY_HAND[0]
-    good = style.read(f"{ROOT}/chapters/{BY_HAND[0]}").replace(
-        style.LAST, f"{style.LAST}\n.own {{ fill: none }}")
-    tool = [sys.executable, f"{tmp_path}/scripts/book/style.py"]
-
-    def run_tool():
-        return subprocess.run(tool, check=False, capture_output=True)
-
-    for old, new in [('[fill="#1f2328"]', '[fill="#000000"]'),
-                     (' fill="#1f2328" x=', ' x='), (' stroke="#1f2328"', "")]:
-        bad = good.replace(old, new)
-        assert bad != good
-        figure.write_text(bad)
-        assert run_tool().returncode == 0 and figure.read_text() == good
-    figure.write_text("<svg/>")
-    assert BY_HAND[0].encode() in run_tool().stderr

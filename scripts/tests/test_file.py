@@ -9,20 +9,18 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import time
 
 import pytest
 
 from fakes import FakeServer, FileSender
-from harness import (BUILD, LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, address_of,
-                     write_source)
+from harness import BUILD, LIBFABRIC_LEAKS, TIME_FACTOR, Server, write_source
+from marks import each_provider, two_providers
 from messages import (BYE, FAILED, PROGRESS, PUT, SAVED, chunk, credit, plain, put,
                       ready)
-from repository import ROOT
+from repository import ROOT, variant
 
 MIB = 1 << 20  # bytes of a chunk
-CLIENTS_AT_A_TIME = 8
 # The checksums of the first chunks of a file of zeros: XXH3_64bits_withSeed of 1 MiB,
 # where the seed is the number of the chunk.
 ZEROS = [0x918780b90550bf34, 0x9d7d2e9aaa03f330, 0x511f3e0f81b878ab,
@@ -30,9 +28,6 @@ ZEROS = [0x918780b90550bf34, 0x9d7d2e9aaa03f330, 0x511f3e0f81b878ab,
 # How many senders test_senders_that_go kills, and twice as many as
 # test_servers_that_go kills servers. KILLS=50 takes minutes.
 KILLS = int(os.environ.get("KILLS", "4"))
-ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 
 
 def check_empty(server, timeout=40):
@@ -60,14 +55,6 @@ def part_size(server):
     return 0
 
 
-def wait_for_part(server, size=1):
-    """Waits until a transfer has begun, and that much of it is there."""
-    stop = time.monotonic() + 60
-    while part_size(server) < size:
-        assert time.monotonic() < stop, server.process.output
-        time.sleep(0.005)
-
-
 class WaitingDisk:
     """For a server whose pwrites wait, from the first one on, until go_on(): see
     reorder.cpp."""
@@ -91,7 +78,7 @@ def waiting_disk(run):
 # ---- Files of every size ----
 
 # Bytes, and slots.
-CASES = [(0, 8), (1, 8), (MIB - 1, 8), (MIB, 8), (MIB + 1, 1), (20 * MIB, 3)]
+CASES = [(0, 8), (MIB, 8), (MIB + 1, 1), (20 * MIB, 16)]
 
 
 def check_all(server, clients):
@@ -105,7 +92,7 @@ def check_all(server, clients):
 
 
 @pytest.mark.builds("plain")  # test_four_clients has the others
-@pytest.mark.parametrize("provider", **ids)
+@each_provider
 def test_sizes(serve, provider):
     """Every byte arrives, in files that fill their chunks and that do not, with few
     slots and many; and nothing else is left in the directory."""
@@ -119,34 +106,17 @@ def test_sizes(serve, provider):
 
 
 @pytest.mark.builds("plain")
-def test_many_slots(serve):
-    """More chunks than there can be slots. A small file gets no more slots than it
-    has chunks."""
-    server = serve("9_file")
-    server.check_client(str(70 * MIB), "16")
-    assert " into 16 slots" in server.process.output
-    server.check_client(str(2 * MIB + 1), "16")
-    assert " into 3 slots" in server.process.output
-    server.stop()
-
-
-@pytest.mark.builds("plain")
 def test_attributes(serve):
     """The file is its owner's, and as readable as any other new file. The name may
     have anything in it that harms nobody."""
     server = serve("9_file")
     folder = server.run.new_folder()
-    clients = []
-    for number, name in enumerate(["x" * 250, " *\\", "-rf", ".hidden",
-                                   "grüße %s%n", "a.part"]):
+    for number, name in enumerate(["x" * 250, " *\\", "-rf", "grüße %s%n", "a.part"]):
         write_source(f"{folder}/{name}", 1000, number)
-        clients.append(server.start_client(f"{folder}/{name}"))
-        clients[-1].source = f"{folder}/{name}"
-    for client in clients:
+        client = server.start_client(f"{folder}/{name}")
+        client.source = f"{folder}/{name}"
         assert client.wait() == 0, client.output
-        saved = os.stat(f"{server.folder}/{os.path.basename(client.source)}")
-        assert saved.st_mode == os.stat(client.source).st_mode
-        assert saved.st_nlink == 1
+        assert os.stat(f"{server.folder}/{name}").st_mode == os.stat(client.source).st_mode
         server.check_file(client)
     assert not os.listdir(server.folder)
     server.stop()
@@ -155,69 +125,36 @@ def test_attributes(serve):
 # ---- The server's directory ----
 
 @pytest.mark.builds("plain")
-def test_directory(run, build):
-    """Where the server saves files: where it was started, or in the directory that
-    it was given."""
-    folder = run.new_folder()
-    for name in "source", "here", "here/sub", "here/00", "elsewhere":
-        os.mkdir(f"{folder}/{name}")
-    os.symlink("../elsewhere", folder + "/here/link")
-    source = folder + "/source/file"
-    write_source(source, MIB + 1, 1)
-    servers = {directory: run([f"{ROOT}/{build}/9_file", *given], cwd=folder + "/here")
-               for directory, given in {
-                   "here": [], "here/sub": ["sub/"], "here/00": ["00"], "": [".."],
-                   "elsewhere": ["link"]}.items()}
-    clients = [run([f"{build}/9_file", address_of(server), source])
-               for server in servers.values()]
-    for directory, server, client in zip(servers, servers.values(), clients):
-        assert client.wait() == 0, (directory, client.output)
-        saved = f"{folder}/{directory}/file"
-        assert filecmp.cmp(saved, source, shallow=False)
-        os.unlink(saved)
-        server.signal(signal.SIGTERM)
-        assert server.wait() == 0
-    assert sorted(os.listdir(folder)) == ["elsewhere", "here", "source"]
-
-
-@pytest.mark.builds("plain")
 def test_no_directory(run, build):
     """What is no directory is a wrong argument. So is an address without a file."""
     folder = run.new_folder()
     write_source(folder + "/file", 1, 1)
-    os.mkfifo(folder + "/pipe")
-    os.symlink("nobody", folder + "/link")
-    for given in ["missing", "file", "file/", "pipe", "link", "", "-x", "/dev/null",
+    for given in ["missing", "file", "", "-x", "/dev/null",
                   "0200a5c5c00002020000000000000000"]:
         server = run([f"{ROOT}/{build}/9_file", given], cwd=folder)
         assert server.wait() == 2, (given, server.output)
         assert server.output.startswith("error: wrong number of arguments\nUsage:\n")
-    assert sorted(os.listdir(folder)) == ["file", "link", "pipe"]
+    assert os.listdir(folder) == ["file"]
 
 
 @pytest.mark.builds("plain")
-@two_providers
-def test_two_terminals(run, build, provider):
+@pytest.mark.parametrize("folder_of_server", ["received", ""])
+def test_two_terminals(run, build, folder_of_server):
     """The command that the server prints, in another terminal, for a file that is
-    where both were started. The server saves it elsewhere, so it stays as it is."""
+    where both were started. The server saves it where it has been told to, or where it was
+    started, so there it exists already."""
     folder = run.new_folder()
     os.mkdir(folder + "/received")
     os.symlink(f"{ROOT}/{build}", folder + "/build")
     write_source(folder + "/file", 3 * MIB, 1)
-    before = os.stat(folder + "/file")
-    server = run(["sh", "-c", "exec build/9_file received"], provider, cwd=folder)
+    server = run(["sh", "-c", f"exec build/9_file {folder_of_server}"], cwd=folder)
     command = server.wait_for("following command:\n(  .* )FILE\n")[1]
-    client = run(["sh", "-c", command + "file"], cwd=folder)
-    assert client.wait() == 0, client.output
-    assert filecmp.cmp(f"{folder}/file", f"{folder}/received/file", shallow=False)
-    after = os.stat(folder + "/file")
-    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
-    # Twice does not work, and without a directory, it would not work once.
+    if folder_of_server:
+        client = run(["sh", "-c", command + "file"], cwd=folder)
+        assert client.wait() == 0, client.output
+        assert filecmp.cmp(f"{folder}/file", f"{folder}/received/file", shallow=False)
     check_failure(run(["sh", "-c", command + "file"], cwd=folder),
                   "the server: file exists already")
-    check_failure(run(["sh", "-c", command + "received/file"], cwd=folder),
-                  "the server: file exists already")
-    assert os.listdir(folder + "/received") == ["file"]
     server.signal(signal.SIGINT)
     assert server.wait() == 0
 
@@ -249,48 +186,32 @@ def test_names(run, serve):
     assert os.listdir(outside) == ["server"] and os.listdir(folder) == ["sub"]
     assert not os.listdir(folder + "/sub")
     assert not os.path.exists("/etc/passwd2")
-    server.check_client("1")
     server.stop()
 
 
 @pytest.mark.builds("plain")
-def test_existing_files(serve):
+@pytest.mark.parametrize("name", ["file", "file.part"])
+def test_existing_files(serve, name):
     """Whatever has the name of the file, or of its .part, stays as it is: a file, a
     directory, a symbolic link to a file, and one to nothing."""
     server = serve("9_file")
     outside = server.run.new_folder()
-    source = f"{outside}/file"
-    write_source(source, 3 * MIB, 1)
-
-    with open(outside + "/precious", "w") as file:
-        file.write("precious")
-    kinds = {
-        "file": lambda path: os.link(outside + "/precious", path),
-        "directory": os.mkdir,
-        "link": lambda path: os.symlink(outside + "/precious", path),
-        "dangling": lambda path: os.symlink(outside + "/new", path),
-    }
-    said = {"file": "file exists already", "file.part": "cannot open file.part: File exists"}
-    for name, which in {"file": kinds, "file.part": ["link", "dangling"]}.items():
-        path = f"{server.folder}/{name}"
-        for kind in which:
-            kinds[kind](path)
-            before = os.lstat(path)
-            client = server.start_client(source)
-            check_failure(client, f"the server: {said[name]}")
-            after = os.lstat(path)
-            assert (before.st_ino, before.st_mtime_ns, before.st_size) == \
-                (after.st_ino, after.st_mtime_ns, after.st_size)
-            assert os.listdir(server.folder) == [name]
-            if kind == "directory":
-                os.rmdir(path)
-            else:
-                os.unlink(path)
-    with open(outside + "/precious") as file:
-        assert file.read() == "precious"
+    write_source(outside + "/file", 3 * MIB, 1)
+    write_source(outside + "/precious", 8, 2)
+    path = f"{server.folder}/{name}"
+    for make in [lambda: os.link(outside + "/precious", path), lambda: os.mkdir(path),
+                 lambda: os.symlink(outside + "/precious", path),
+                 lambda: os.symlink(outside + "/new", path)]:
+        make()
+        before = os.lstat(path)
+        check_failure(server.start_client(outside + "/file"),
+                      "the server: .*(exists already|File exists|Is a directory)")
+        after = os.lstat(path)
+        assert (before.st_ino, before.st_mtime_ns, before.st_size) == \
+            (after.st_ino, after.st_mtime_ns, after.st_size)
+        assert os.listdir(server.folder) == [name]
+        (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
     assert sorted(os.listdir(outside)) == ["file", "precious"]
-    client = server.start_client(source)
-    assert client.wait() == 0, client.output
     server.stop()
 
 
@@ -319,53 +240,11 @@ def test_no_source(serve, run):
     """What cannot be sent, is said before the server hears of it."""
     server = serve("9_file")
     folder = run.new_folder()
-    os.mkfifo(folder + "/pipe")
-    os.symlink("nobody", folder + "/link")
-    clients = {
-        server.start_client(f"{folder}/{source}" if source else ""): error
-        for source, error in {
-            "missing": "No such file", "": "No such file", "link": "No such file",
-            "pipe": "cannot get file size", "/": "Is a directory",
-            "../../../dev/null": "cannot get file size",
-            "x" * 256: "too long"}.items()}
-    for client, error in clients.items():
-        check_failure(client, error)
+    for source, error in {
+            f"{folder}/missing": "No such file", "": "No such file", "/dev/null": "file size",
+            folder: "Is a directory", f"{folder}/{'x' * 256}": "too long"}.items():
+        check_failure(server.start_client(source), error)
     assert "CONNECT" not in server.process.output
-    server.stop()
-
-
-def as_nobody(build):
-    """A command that runs another one without the permissions of root. Empty where
-    the tests do not have them either."""
-    if os.geteuid() != 0:
-        return []
-    command = ["setpriv", "--reuid=65534", "--regid=65534", "--clear-groups"]
-    try:
-        done = subprocess.run([*command, f"{build}/9_file", "--help"], cwd=ROOT,
-                              check=False, text=True, capture_output=True)
-    except OSError as error:
-        pytest.skip(str(error))
-    if done.returncode != 0:
-        pytest.skip(f"nobody may not run 9_file: {done.stderr.strip()}")
-    return command
-
-
-@pytest.mark.builds("plain")
-def test_no_permission(serve, run, build):
-    """A source that may not be read, and a directory that may not be written to."""
-    wrapper = as_nobody(build)
-    folder = run.new_folder()
-    os.chmod(folder, 0o555)
-    server = serve("9_file", folder=folder, wrapper=wrapper)
-    secret = server.new_source(1)
-    os.chmod(os.path.dirname(secret), 0o755)
-    os.chmod(secret, 0)
-    client = run([*wrapper, server.path, server.address, secret])
-    check_failure(client, "cannot open .*: Permission denied")
-    check_failure(server.start_client("1"),
-                  "the server: cannot open .*: Permission denied")
-    server.process.wait_for(r"^\[1\] Done")
-    assert len(server.errors()) == 1 and not os.listdir(folder)
     server.stop()
 
 
@@ -386,48 +265,10 @@ def test_source_shrinks(serve, waiting_disk):
 
 # ---- Disks that fail ----
 
-@pytest.fixture
-def own_mounts():
-    """A command that runs a shell script with mounts of its own, which end with
-    it."""
-    command = ["unshare", "--mount", "sh", "-ec"]
-    script = "mount -t tmpfs -o size=1m none /mnt"
-    try:
-        done = subprocess.run([*command, script], check=False, text=True,
-                              capture_output=True)
-    except OSError as error:
-        pytest.skip(str(error))
-    if done.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
-    return command
-
-
-@pytest.mark.builds("sanitized")
-@pytest.mark.parametrize("mount,size,error", [
-    ('mount -t tmpfs -o size=6m none "$1"', 20 * MIB,
-     "cannot write .*: No space left on device"),
-    ('mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"', 1,
-     "cannot open .*: Read-only file system"),
-], ids=["full", "read-only"])
-def test_disk_full(serve, own_mounts, mount, size, error):
-    """Both sides say so, nothing is left, and what fits is saved afterwards."""
-    server = serve("9_file", wrapper=[
-        *own_mounts, mount + '; exec "$0" "$1"'])
-    # Only the server sees this disk.
-    server.folder = f"/proc/{server.process.popen.pid}/root{server.folder}"
-    client = server.start_client(str(size))
-    check_failure(client, "the server: " + error)
-    server.process.wait_for(r"^\[1\] error: " + error)
-    check_empty(server)
-    assert len(server.errors()) == 1
-    if size > 1:
-        server.check_client(str(5 * MIB))
-    server.stop()
-
-
 @pytest.mark.builds("sanitized")
 def test_file_size_limit(serve):
-    """It comes with a signal that would end the server."""
+    """It comes with a signal that would end the server. Both sides say so, nothing is left,
+    and what fits is saved afterwards, as with a disk that is full."""
     server = serve("9_file")
     resource.prlimit(server.process.popen.pid, resource.RLIMIT_FSIZE,
                      (3 * MIB, 3 * MIB))
@@ -453,48 +294,6 @@ def test_disk_that_forgets(serve, what, error):
     server.process.wait_for("Done")
     # It has its name already, and is whole.
     assert len(os.listdir(server.folder)) == (what == "directory")
-    assert len(server.errors()) == 1
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-def test_directory_gone(serve, waiting_disk):
-    """The directory is removed while the server runs, once in the middle of a
-    transfer."""
-    server = serve("9_file", **waiting_disk.env)
-    client = server.start_client(str(4 * MIB), "1")
-    server.process.wait_for(waiting_disk.waits)
-    os.unlink(f"{server.folder}/{os.listdir(server.folder)[0]}")
-    os.rmdir(server.folder)
-    waiting_disk.go_on()
-    check_failure(client, "the server: cannot rename .*: No such file")
-    check_failure(server.start_client("1"),
-                  "the server: cannot open .*: No such file")
-    server.process.wait_for("Done", count=2)
-    assert len(server.errors()) == 2
-    server.stop()
-
-
-def limit_memory(server, more=None):
-    """Lets a server have only so much more memory than it has, or any again."""
-    pid = server.process.popen.pid
-    with open(f"/proc/{pid}/status") as status:
-        size = int(re.search(r"VmSize:\s+(\d+)", status.read())[1]) * 1024
-    resource.prlimit(pid, resource.RLIMIT_AS, (
-        resource.RLIM_INFINITY if more is None else size + more, resource.RLIM_INFINITY))
-
-
-@pytest.mark.builds("plain")
-def test_no_memory(serve):
-    """A server that has no memory for slots says so to one client, and serves the
-    next."""
-    server = serve("9_file")
-    server.check_client("1")
-    limit_memory(server, 10 * MIB)
-    check_failure(server.start_client(str(70 * MIB), "16"), "the server: ")
-    check_empty(server)
-    limit_memory(server)
-    server.check_client(str(MIB))
     assert len(server.errors()) == 1
     server.stop()
 
@@ -621,72 +420,26 @@ def test_disk_that_stands_still(run, serve, waiting_disk):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_no_thread(run, serve):
-    """A server that can start no thread to save a chunk says so to its client."""
-    server = serve("9_file")
-    client = FileSender(run, server)
-    client.put(size=MIB)
-    # A thread needs a stack of 8 MiB.
-    limit_memory(server, MIB)
-    client.send(chunk(0, ZEROS[0]))
-    assert "Resource temporarily unavailable" in client.failure()
-    limit_memory(server)
-    check_empty(server)
-    server.check_client(str(MIB))
-    server.stop()
+IMPATIENT = variant("9_file", ("kSilenceLimit = 10s;", "kSilenceLimit = 4s;"))
 
 
 @pytest.mark.builds("plain")
-def test_disk_slower_than_patience(serve):
-    """A chunk takes longer than the ten seconds after which a silent side is given up:
-    both say that they are still there."""
-    server = serve("9_file", SLOW_DISK_MS="12000")
+def test_disk_slower_than_patience(run):
+    """A chunk takes longer than the time after which a silent side is given up: both say
+    that they are still there."""
+    server = Server(run, IMPATIENT(), "9_file", SLOW_DISK_MS="6000")
     client = server.check_client("1")
-    assert client.seconds > 12
+    assert client.seconds > 6
     server.stop()
 
 
 # ---- Messages ----
 
-@pytest.mark.builds("sanitized")
-def test_sizes_that_lie(run, serve):
-    """A file that would fill any disk. Nothing of it is left, and others send theirs
-    meanwhile."""
-    server = serve("9_file")
-    with server.others(str(3 * MIB), count=1):
-        client = FileSender(run, server)
-        for size in 2**64 - 1, 2**63, 1 << 50:
-            assert client.put(size=size, slots=16) == 16
-            client.send(chunk(0, ZEROS[0]))
-            assert client.credit() == 0
-            client.send(plain(BYE))
-            client.expect("Done")
-            client.open_session()
-    check_empty(server)
-    server.stop()
-
-
-@pytest.mark.builds("sanitized")
-def test_bad_message_once(run, serve):
-    """The first bad message ends the transfer; more of them say nothing new."""
-    server = serve("9_file")
-    client = FileSender(run, server)
-    client.put(size=9 * MIB, slots=3)
-    for message in [plain(99)] * 3 + [plain(FAILED)] * 3 + [plain(BYE)]:
-        client.process.write(client.send_line(message))
-    client.expect("Done")
-    assert len(server.errors()) == 1, server.process.output
-    check_empty(server)
-    server.stop()
-
-
 @pytest.mark.builds("plain")
-@two_providers
-def test_failed_while_it_writes(run, serve, provider):
+def test_failed_while_it_writes(run, serve):
     """A client hears why its file is not saved before a WRITE of it fails: until it
     leaves, its slots are there."""
-    server = serve("9_file", provider)
+    server = serve("9_file")
     client = FileSender(run, server)
     client.put(size=9 * MIB, slots=3)
     client.send(plain(99))
@@ -705,13 +458,11 @@ BAD_ANSWERS = {
     "type": [plain(99)],
     "no slots": [ready(0)],
     "too many slots": [ready(17)],
-    "slots huge": [ready(2**64 - 1)],
     "CREDIT before READY": [credit(0)],
     "SAVED before READY": [plain(SAVED)],
     "SAVED before the end": [ready(1), plain(SAVED)],
     "credit twice": [ready(4), credit(0)],
     "no such slot": [ready(1), credit(1)],
-    "credit huge": [ready(1), credit(2**64 - 1)],
     "second READY": [ready(1), ready(1)],
     "PUT": [put()],
 }
@@ -743,35 +494,6 @@ def test_bad_answers(run, build):
 
 # ---- Several at once ----
 
-@pytest.mark.builds("plain")
-def test_many_senders(serve):
-    """More than the server has room for, all at the same moment."""
-    server = serve("9_file")
-    check_all(server, [
-        server.start_client(str(number * 700_000), "2") for number in range(12)])
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-def test_slow_leavers(run, serve):
-    """Clients that have left keep their places until what they have sent is saved:
-    until then, they cost memory and threads."""
-    server = serve("9_file", SLOW_DISK_MS="3000")
-    client = FileSender(run, server)
-    for number in range(CLIENTS_AT_A_TIME):
-        client.put(b"file %d" % number, size=1)
-        client.send(chunk(0, ZEROS[0]))
-        client.send(plain(BYE))
-        client.expect("Done")
-        # The last one has to wait until the first one has gone with its file.
-        client.open_session()
-    assert len(os.listdir(server.folder)) < CLIENTS_AT_A_TIME
-    client.send(plain(BYE))
-    client.expect("Done")
-    check_empty(server)
-    server.stop()
-
-
 @pytest.mark.builds("sanitized")
 def test_same_name(serve, run):
     """Of two files with the same name, one gets it. The other sender hears that it
@@ -788,7 +510,7 @@ def test_same_name(serve, run):
             client.source = sources[clients.index(client)]
             server.check_file(client)
         else:
-            check_failure(client, "the server: (file exists already|cannot open file.part: File exists)")
+            check_failure(client, "the server: .*(exists already|File exists)")
     assert not os.listdir(server.folder)
     assert len(server.errors()) == 2
     server.stop()
@@ -831,59 +553,4 @@ def test_senders_that_go(run, serve, provider):
     alive.expect("Done")
     check_empty(server)
     server.check_client()
-    server.stop()
-
-
-@pytest.mark.builds("sanitized")
-@pytest.mark.thorough
-def test_servers_that_go(serve):
-    """Servers that are killed at any moment, and servers that end because of a
-    Ctrl-C, which leave nothing behind. Their senders say so within 15 s. Of a
-    server that is killed through shm, libfabric 1.17 may never hear: see
-    test_failures.py."""
-    gone = {}
-    for provider, signum in [("", signal.SIGKILL)] * (KILLS // 2) + [
-            ("", signal.SIGINT), ("shm", signal.SIGTERM)]:
-        server = serve("9_file", provider, SLOW_DISK_MS="5", **LIBFABRIC_LEAKS)
-        clients = [server.start_client("500000000", "1"),
-                   server.start_client("500000000", "8")]
-        server.process.wait_for(r"^\[\d\] Receiving", count=2)
-        time.sleep(random.uniform(0, 0.5))
-        if signum == signal.SIGKILL:
-            server.process.signal(signum)
-        else:
-            server.stop(signum)
-            assert not os.listdir(server.folder)
-        gone.update({client: time.monotonic() for client in clients})
-    for client, moment in gone.items():
-        check_failure(client, "", 30)
-        assert client.ended - moment < 15
-
-
-@pytest.mark.builds("sanitized")
-@two_providers
-def test_client_interrupted(serve, provider):
-    """Ctrl-C at the sender: it says so, and what was there of the file goes."""
-    server = serve("9_file", provider, SLOW_DISK_MS="20")
-    for signum in [signal.SIGINT, signal.SIGTERM]:
-        client = server.start_client("500000000")
-        wait_for_part(server)
-        client.signal(signum)
-        check_failure(client, "^error: interrupted$")
-        check_empty(server)
-    server.check_client()
-    server.stop()
-
-
-# ---- Progress ----
-
-@pytest.mark.builds("plain")
-def test_progress_lines(serve):
-    """A line each second, and one at the end."""
-    server = serve("9_file", SLOW_DISK_MS="100")
-    client = server.check_client(str(24 * MIB), "1")
-    counts = re.findall(r"^\[1\] \[\d+\.\d+s\] Saved: (\d+)/24 chunks, bw=",
-                        server.process.output, re.M)
-    assert 2 <= len(counts) <= client.seconds + 1 and counts[-1] == "24"
-    assert sorted(map(int, counts)) == [*map(int, counts)]
     server.stop()

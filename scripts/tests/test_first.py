@@ -12,6 +12,7 @@ import time
 import pytest
 
 from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, First, nobody_at
+from marks import two_providers
 from repository import ROOT
 from table import WRONG_ADDRESSES
 
@@ -133,7 +134,7 @@ def test_one_digit(first):
 
 @pytest.mark.builds("plain")
 @pytest.mark.skipif(bool(OVER_VERBS), reason="strict.so stands between it and tcp or shm")
-@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
+@two_providers
 def test_strict(run, first, provider):
     """It breaks one of EFA's rules: it has no event queue, which chapter 5 brings."""
     for text in "Hello, world!", "x" * 3000:

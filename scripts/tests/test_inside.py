@@ -6,13 +6,11 @@ import signal
 
 import pytest
 
-from harness import BUILD, PROVIDERS
+from harness import BUILD
+from marks import each_provider, two_providers
 from repository import ROOT
 
 # They are built once, without sanitizers.
-ids = {"argvalues": PROVIDERS, "ids": [p or "default" for p in PROVIDERS]}
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 
 
 def try_inside(run, program, *check, provider="", status=0):
@@ -21,7 +19,7 @@ def try_inside(run, program, *check, provider="", status=0):
     return process
 
 
-@pytest.mark.parametrize("provider", **ids)
+@each_provider
 def test_order(run, provider):
     """Operations for which there is no room wait in a queue in which none overtakes
     another, whatever the network is."""

@@ -224,7 +224,6 @@ class Vandal(FakeClient):
 
 
 TICKETS, LOCK_TICKETS, TURN, LEDGERS = 0, 64, 128, 192  # places in the memory
-LEDGER_SIZE = 8 * (1 + CLIENTS_AT_A_TIME)
 RECORDS = 1344
 LOG = RECORDS + 1024 * 256
 TABLE_SIZE = LOG + 8 * LOG_SIZE

@@ -13,6 +13,7 @@ import pytest
 
 from fakes import Borrower, FakeServer
 from harness import BUILD, LIBFABRIC_LEAKS
+from marks import two_providers
 from messages import ACCEPT, ALIVE, FREE, MALLOC, REFUSAL, plain, reply, type_of
 from repository import ROOT
 
@@ -21,9 +22,6 @@ ALIGN = 64  # bytes
 WHOLE = f"The pool lends 0 bytes in 0 pieces, and has {POOL} free in 1"
 # How many clients test_killed_clients kills. KILLS=50 takes minutes.
 KILLS = int(os.environ.get("KILLS", "3"))
-
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 
 
 def wait_for_seats(server, taken):
@@ -113,23 +111,6 @@ def test_refusals(run, serve, provider):
     assert other.leave() == client.leave() == WHOLE
     assert not server.errors()
     server.check_client(*server.entry.short)
-    server.stop()
-
-
-@pytest.mark.builds("sanitized")
-def test_a_bad_end(run, serve):
-    """A client that is sent away because of a message: its pieces come back, and
-    those of others stay."""
-    server = serve("8_malloc")
-    client, other = Borrower(run, server), Borrower(run, server)
-    other.borrow(64)
-    client.borrow(100 << 20)
-    client.send(plain(99))
-    client.expect("error: bad message: ")
-    assert server.pool_line(client.number).startswith(
-        "The pool lends 64 bytes in 1 pieces")
-    other.borrow(POOL - 64)
-    assert other.leave() == WHOLE
     server.stop()
 
 
@@ -272,20 +253,3 @@ def test_bad_answers(run, build, provider):
         assert server.client.wait() == 1
         assert re.search(f"\nerror: {error}\n$", server.client.output), \
             server.client.output
-
-
-# ---- Much at a time ----
-
-
-@pytest.mark.builds("plain")
-@two_providers
-def test_nearly_everything(serve, provider):
-    """Two clients at once, which borrow 220 of the 256 MiB, give or take 6."""
-    server = serve("8_malloc", provider)
-    clients = [server.start_client("220") for _ in range(2)]
-    for client in clients:
-        assert client.wait() == 0, client.output
-        assert "Data is correct." in client.output
-    check_whole(server)
-    assert not server.errors()
-    server.stop()

@@ -8,14 +8,13 @@ import pytest
 
 from fakes import FakeClient
 from harness import BUILD, PROGRAMS, provider_in
+from marks import two_providers
 from messages import LONGEST
 from repository import ROOT
 from table import TABLE
 
 # A library to be loaded first gets along with no sanitizer.
 pytestmark = pytest.mark.builds("plain")
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 PRELOAD = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so")}
 # The delays are in milliseconds.
 DELAY = 300
@@ -63,9 +62,8 @@ def test_short_keys(serve, provider):
 def test_truncated(run, serve):
     """A message may be longer than its RECV without an error. Its end is not in our
     buffer."""
-    # The endpoint of 4_hello has no event queue: it comes with chapter 5.
     server = serve("4_hello", LD_PRELOAD=PRELOAD["LD_PRELOAD"], TRUNCATES="1",
-                   REORDER_MS="0", NO_EVENT_QUEUE="1")
+                   REORDER_MS="0")
     if provider_in(server.process.output) != "tcp;ofi_rxm":
         pytest.skip("others don't say how long the message was")
     client = FakeClient(run, server)

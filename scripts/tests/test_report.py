@@ -1,7 +1,6 @@
 """The block that make report prints."""
 
 import getpass
-import importlib.util
 import os
 import re
 import socket
@@ -54,18 +53,6 @@ def test_report(tmp_path):
     for label in LABELS[-4:-1]:
         assert re.match(r"bw=\d+\.\d+Gbps, ", texts[label]), texts
     assert texts["rules"].startswith("No violation seen in ")
-
-
-def test_rate(monkeypatch):
-    """The last one."""
-    monkeypatch.setenv("FI_EFA_ENABLE_SHM_TRANSFER", "0")  # what the script would set
-    spec = importlib.util.spec_from_file_location("report", f"{ROOT}/scripts/report.py")
-    report = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(report)
-    line = "server | [1] [{}s] WRITE: 99%, 9/9, bw={}Gbps, 0.2Mpps, EAGAIN=3\n"
-    output = line.format(1, 9) + line.format(2, 97.8) + "client | Done.\n"
-    assert report.rate(output) == (97.8, "bw=97.8Gbps, 0.2Mpps, EAGAIN=3")
-    assert report.rate("client | Data is correct.\n")[0] == 0
 
 
 def test_report_of_failures(tmp_path):

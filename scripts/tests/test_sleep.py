@@ -11,7 +11,7 @@ import pytest
 from fakes import FakeClient, FakeServer
 from harness import BUILD, PROVIDERS, Server, provider_in
 from marks import not_over_verbs
-from messages import BYE, TEXT, plain
+from messages import TEXT, plain
 from repository import ROOT, variant
 from test_strict import SHORT_DELAYS, check_rules
 
@@ -142,24 +142,6 @@ def test_woken(run, provider):
     server = Server(run, HEAVY_SLEEPER(), PROGRAM, provider)
     server.check_client(timeout=30)
     server.check_client("x" * 5000, timeout=30)
-    server.stop()
-
-
-def test_ninth_client(run):
-    """Eight clients that say nothing, and a ninth, which gets the place of the first that
-    leaves."""
-    server = Server(run, HEAVY_SLEEPER(), PROGRAM)
-    clients = [FakeClient(run, server) for _ in range(8)]
-    for client in clients:
-        client.open_session()
-    ninth = server.start_client()
-    ninth.wait_for("^We sleep until")
-    time.sleep(1)
-    assert server.process.output.count("Received CONNECT") == 8
-    clients[3].send(plain(BYE))
-    assert ninth.wait(30) == 0, ninth.output
-    assert server.entry.success in ninth.output
-    assert server.process.output.count("Received CONNECT") == 9
     server.stop()
 
 

@@ -12,11 +12,10 @@ import pytest
 
 from fakes import Borrower, FakeClient, FakeServer, FileSender
 from harness import (BUILD, PROGRAMS, PROVIDERS, ROOT, TIME_FACTOR, First,
-                     Server, provider_in)
-from marks import not_over_verbs
+                     provider_in)
+from marks import each_provider, not_over_verbs
 from messages import (BYE, JOIN, MALLOC, PROGRESS, REFUSED, TEXT, base, plain, read_reply,
                       request)
-from repository import variant
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -27,9 +26,6 @@ compares_keys = pytest.mark.parametrize("provider", KEYED, ids=lambda p: p or "d
 GUESSES = int(os.environ.get("GUESSES", "8"))
 GUESS = 2  # seconds for one of them, which nobody may answer
 PLACES = 8  # for clients of a server
-# Its server bears the silence of those who have their places.
-PATIENT_STRANGERS = variant("14_strangers", (
-    'CheckSilence(session.heard_at, "waiting for the client");', ""))
 
 
 def guesses(provider):
@@ -97,8 +93,8 @@ def test_slots_of_a_server(run, serve, provider):
 
 
 @pytest.mark.parametrize("program,provider", [
-    *((program, provider) for program in ("6_write", "7_queue", "14_strangers")
-      for provider in PROVIDERS if provider != "shm"), ("11_rails", "")])
+    *(("7_queue", provider) for provider in KEYED),
+    *((program, "") for program in ("6_write", "11_rails", "14_strangers"))])
 def test_memory_of_a_client(run, build, program, provider):
     """The address of a client is in its CONNECT, which anybody may read."""
     server = FakeServer(run, build, program, *TABLE[program].least, provider=provider)
@@ -114,7 +110,7 @@ def test_memory_of_a_client(run, build, program, provider):
         assert stranger(run, provider, server.client_address, f"overwrite 0 {key}")
 
 
-@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p or "default")
+@each_provider
 def test_byes_of_strangers(run, serve, provider):
     """A conversation goes on, whatever others send to its address: a BYE, other bytes,
     too much. It is the first client that says that it is over."""
@@ -172,7 +168,7 @@ def check_only_from_here(process, provider):
 
 
 @not_over_verbs("an adapter listens wherever it is")
-@pytest.mark.parametrize("provider", PROVIDERS, ids=lambda p: p or "default")
+@each_provider
 def test_only_from_here(run, serve, provider):
     """After the line that README has one type on a network of strangers, nobody else
     reaches a program, server or client, over any provider."""
@@ -192,49 +188,6 @@ def test_only_from_here(run, serve, provider):
         for process in client, server.process:
             process.signal(signal.SIGKILL)
             process.wait()
-
-
-@pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
-@pytest.mark.thorough
-def test_line(run, provider):
-    """Those who have no place are told so. Those who give up cost the others nothing:
-    they get no place any more."""
-    server = Server(run, PATIENT_STRANGERS(), "14_strangers", provider)
-    places = [FakeClient(run, server) for _ in range(PLACES)]
-    for client in places:
-        client.open_session()
-    waiting = [server.start_client(*server.entry.short) for _ in range(6)]
-    for client in waiting:
-        client.wait_for("^The server can't serve us yet: waiting$", 30)
-    for client in waiting[1:]:
-        client.signal(signal.SIGKILL)
-    time.sleep(4)  # the time after which a client has given up
-    for client in places:
-        client.send(base(BYE))
-    assert waiting[0].wait(30) == 0, waiting[0].output
-    server.check_client(*server.entry.short)
-    assert server.process.output.count("Received CONNECT") == PLACES + 2
-    assert not server.errors()
-    server.stop()
-
-
-@not_over_verbs("the dead server's adapter says that it has gone")
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
-def test_server_killed_while_others_wait(run, signum):
-    """Ten seconds without a word are enough here, too. One that stands still is as
-    silent, and its host does not say that it has gone."""
-    server = Server(run, PATIENT_STRANGERS(), "14_strangers")
-    places = [FakeClient(run, server) for _ in range(PLACES)]
-    for client in places:
-        client.open_session()
-    client = server.start_client(*server.entry.short)
-    client.wait_for("^The server can't serve us yet", 30)
-    began = time.monotonic()
-    server.process.signal(signum)
-    assert client.wait(40) == 1
-    assert time.monotonic() - began < 30
-    assert "nothing has happened for 10 s while waiting for ACCEPT" in client.output or \
-        "SEND failed" in client.output, client.output
 
 
 def test_refused(run, serve):

@@ -11,13 +11,12 @@ import subprocess
 import pytest
 
 from harness import BUILD, OVER_VERBS, PROGRAMS, Server, shares
+from marks import two_providers
 from repository import ROOT, variant
 from table import TABLE
 
 pytestmark = pytest.mark.skipif(
     bool(OVER_VERBS), reason="strict.so stands between the programs and tcp or shm")
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
 CUDA = f"{BUILD}/cuda"
 GPU_PROGRAMS = [program for program in PROGRAMS
                 if os.path.exists(os.path.join(ROOT, CUDA, program))]
@@ -95,25 +94,6 @@ def check_transfer(server, *args, **env):
     return client
 
 
-@pytest.mark.skipif("14_strangers" not in PROGRAMS, reason="the tests know nothing of it")
-@two_providers
-def test_slow_endpoints(strict, provider):
-    """A server that takes its time to open endpoints tells those who wait for theirs,
-    though it has places left, and keeps them in line."""
-    server = strict("14_strangers", provider, STRICT_OPEN_US="600000")
-    # So that they come together.
-    server.process.signal(signal.SIGSTOP)
-    clients = [server.start_client("4096", "10", "1", STRICT_OPEN_US="0") for _ in range(9)]
-    for client in clients:
-        client.wait_for("^domain: ")
-    server.process.signal(signal.SIGCONT)
-    for client in clients:
-        assert client.wait(60) == 0, client.output
-    assert any("can't serve us yet" in client.output for client in clients)
-    server.stop()
-    check_rules(*clients, server.process)
-
-
 @two_providers
 @all_programs
 @pytest.mark.every_program
@@ -134,7 +114,9 @@ def test_rules(strict, place, program, provider):
         assert len(shares(server, 1)) == 3 and min(shares(server, 1).values()) > 0
 
 
-@all_programs
+@pytest.mark.parametrize("place,program", [
+    pair for pair in ALL if pair[0] == BUILD or pair[1] == "7_queue"],
+    ids=lambda value: "-gpu" if value == CUDA else "" if value == BUILD else value)
 @pytest.mark.every_program
 def test_harsh(strict, place, program):
     check_transfer(strict(program, "shm", place, **HARSH))
@@ -217,20 +199,6 @@ def test_rail_fails(strict, failure):
     assert server.process.output.count(" is given up: ") == 1
     server.stop()
     check_rules(client, server.process)
-
-
-@pytest.mark.parametrize("race,seen", [
-    ("read-behind-write", "READ=1"), ("add-beside-write", "FETCH-OP=1"),
-    ("compare-beside-write", "COMPARE-OP=1"), ("writedata-store", "immediate data=1")])
-def test_short_forms(race, seen):
-    """A program of one's own may use fi_read instead of fi_readmsg, and so on."""
-    done = subprocess.run(
-        [f"{BUILD}/races", race, "right"], cwd=ROOT, text=True, check=False,
-        env={**os.environ, "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/strict.so"),
-             "FI_PROVIDER": "shm", "HFI_NO_BACKTRACE": "1", "IPATH_NO_BACKTRACE": "1"},
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=60)
-    assert seen in done.stdout and "VIOLATION" not in done.stdout, done.stdout
-    assert done.returncode == 0, done.stdout
 
 
 # ---- GPU memory ----

@@ -19,6 +19,7 @@ from repository import QUICKLY, ROOT, build_moves, make, variant
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
+SOON = "nothing has happened for 3 s"
 # A long text waits for its client here, and overtakes nothing. From libfabric 1.18 on,
 # that isn't its first choice: chapter 4 says what to type then.
 RXM = "tcp;ofi_rxm" if not OVER_VERBS and is_here("tcp;ofi_rxm") else ""
@@ -51,6 +52,15 @@ def may_warn(*names):
     return mark
 
 
+def impatient(step, words):
+    """The programs after these moves, whose patience ends after 3 s."""
+    return {word: variant(step, ("kSilenceLimit = 10s;", "kSilenceLimit = 3s;"),
+                          source=lambda word=word: moves.states(step)[position(step, word)])
+            for word in words}
+
+
+IMPATIENT = {5: impatient("5_reverse", ["answer", "round"]),
+             7: impatient("7_queue", ["measure", "queue", "flight"])}
 PROVIDERS_OF_ATOMICS = [name for name in PROVIDERS if name in ("", "shm")]
 
 over_tcp = pytest.mark.skipif(os.environ.get("RDMA", "") != "", reason="TCP's own ways")
@@ -63,6 +73,11 @@ def walk(run):
         step = next(step for step in moves.steps() if step.startswith(f"{number}_"))
         name = f"{number}.{position(step, word)}"
         return First(run, build_moves([name]), name, provider, *args, **env)
+
+    def start_impatient(number, word, provider=""):
+        step = next(step for step in moves.steps() if step.startswith(f"{number}_"))
+        return First(run, IMPATIENT[number][word](), step, provider)
+    start.impatient = start_impatient
     return start
 
 
@@ -168,12 +183,12 @@ def test_one_buffer(walk):
 @after(5, "answer")
 def test_last_peer(walk, still):
     """The answer to the first client goes to the second, which has gone."""
-    server = walk(5, "answer", RXM)
+    server = walk.impatient(5, "answer", RXM)
     first = still(server, RXM)
     server.process.wait_for("^Received CONNECT")
     second = server.start_client()
     assert second.wait() == 0 and "The text is correct" in second.output
-    assert f"error: {GIVEN_UP} while waiting for the reversed text" in go(first)
+    assert f"error: {SOON} while waiting for the reversed text" in go(first)
     server.process.wait_for(f"^Received {len(LONG)} bytes: x")
 
 
@@ -200,16 +215,16 @@ def test_one_after_the_other(walk, still):
 def test_places_of_the_dead(walk, still):
     """Over shared memory, nothing tells the server that eight clients were killed. The
     ninth waits in the inbox until the first of them has been silent for too long."""
-    server = walk(5, "round", "shm")
+    server = walk.impatient(5, "round", "shm")
     clients = [still(server, "shm") for _ in range(8)]
     server.process.wait_for("Received CONNECT", count=8)
     for client in clients:
         client.kill()
-    time.sleep(3)  # so that the ninth has some of its 10 s left when the dead have none
+    time.sleep(1)  # so that the ninth has some of its 3 s left when the dead have none
     ninth = server.start_client()
     server.process.wait_for(r"^\[9\] Received CONNECT", 30)
     before = server.process.output.partition("[9] ")[0]
-    assert f"[1] error: {GIVEN_UP} while waiting for the client\n" in before
+    assert f"[1] error: {SOON} while waiting for the client\n" in before
     assert ninth.wait() == 0, ninth.output
 
 
@@ -298,13 +313,13 @@ def test_no_word(walk):
 def test_silent(walk, word):
     """A client that hears nothing gives up, although its pages arrive. First a message has
     no turn, then its turn comes after all WRITEs, then after those that are in flight."""
-    server = walk(7, word, "tcp")
-    client = server.start_client("65536", "1000", "12")
+    server = walk.impatient(7, word, "tcp")
+    client = server.start_client("65536", "1000", "5")
     if word == "flight":
         assert client.wait() == 0 and "Data is correct." in client.output
         return
     assert client.wait() == 1
-    assert f"error: {GIVEN_UP} while waiting for the pages" in client.output
+    assert f"error: {SOON} while waiting for the pages" in client.output
     # One PROGRESS is under way, and the server waits for it before it reports again.
     server.process.wait_for("error: WRITE failed: ")
     assert len(re.findall("WRITE: [0-9]+%", server.process.output)) == 1
@@ -445,23 +460,6 @@ def test_unlocked_ledger(walk, provider):
                 clients[status.index(1)].output
         else:
             assert status == [0, 0] and int(found[1]) == 600
-
-
-@pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)
-@after(10, "lock")
-def test_dead_owner(walk, provider):
-    """The turn of a client that is killed while it has the lock is over after a second."""
-    server = walk(10, "lock", provider)
-    server.env = {**server.env, "HOLD_MS": "60000"}
-    owner = server.start_client("3")
-    owner.wait_for("FETCH-AND-ADD and WRITE: ")
-    time.sleep(0.5)
-    owner.signal(signal.SIGKILL)
-    owner.wait()
-    server.env = {**server.env, "HOLD_MS": "0"}
-    other = server.start_client("5")
-    assert other.wait() == 0, other.output
-    assert "of others that we ended: 1" in other.output
 
 
 @pytest.mark.parametrize("provider", PROVIDERS_OF_ATOMICS)

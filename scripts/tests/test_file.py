@@ -9,6 +9,7 @@ import random
 import re
 import resource
 import signal
+import subprocess
 import time
 
 import pytest
@@ -260,6 +261,45 @@ def test_source_shrinks(serve, waiting_disk):
     server.process.wait_for(r"^\[1\] Done")
     check_empty(server)
     server.check_client("1")
+    server.stop()
+
+
+@pytest.fixture
+def own_mounts():
+    """A command that runs a shell script with mounts of its own, which end with
+    it."""
+    command = ["unshare", "--mount", "sh", "-ec"]
+    script = "mount -t tmpfs -o size=1m none /mnt"
+    try:
+        done = subprocess.run([*command, script], check=False, text=True,
+                              capture_output=True)
+    except OSError as error:
+        pytest.skip(str(error))
+    if done.returncode != 0:
+        pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
+    return command
+
+
+@pytest.mark.builds("sanitized")
+@pytest.mark.parametrize("mount,size,error", [
+    ('mount -t tmpfs -o size=6m none "$1"', 20 * MIB,
+     "cannot write .*: No space left on device"),
+    ('mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"', 1,
+     "cannot open .*: Read-only file system"),
+], ids=["full", "read-only"])
+def test_disk_full(serve, own_mounts, mount, size, error):
+    """Both sides say so, nothing is left, and what fits is saved afterwards."""
+    server = serve("9_file", wrapper=[
+        *own_mounts, mount + '; exec "$0" "$1"'])
+    # Only the server sees this disk.
+    server.folder = f"/proc/{server.process.popen.pid}/root{server.folder}"
+    client = server.start_client(str(size))
+    check_failure(client, "the server: " + error)
+    server.process.wait_for(r"^\[1\] error: " + error)
+    check_empty(server)
+    assert len(server.errors()) == 1
+    if size > 1:
+        server.check_client(str(5 * MIB))
     server.stop()
 
 

@@ -646,10 +646,11 @@ struct Session {
 
 // A way between an adapter here and another one there, with its own session.
 struct Rail {
-  // Of the WRITEs, registered with this adapter. Server: once asked over it.
+  // Of the WRITEs, registered with this adapter.
   std::optional<Buffer> memory;
   Session session;
   bool accepted = false;  // client: the server has answered
+  bool asked = false;     // server: the client wants pages over it
 
   // Server: where the client's memory is, for this rail, and our WRITEs to it.
   uint64_t remote_addr = 0;
@@ -861,7 +862,12 @@ struct ServedClient {
       }
     }
     rails.ForEach([&](Rail& rail) {
-      if (rail.memory && !done) ContinuePostWrite(rail);
+      if (!rail.asked || done) return;
+      if (!rail.memory) {
+        rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
+                            source->gpu, source->data);
+      }
+      ContinuePostWrite(rail);
     });
     if (done) {
       if (source) PrintProgress();
@@ -878,7 +884,7 @@ struct ServedClient {
   void HandleRequest(const Message& message, Rail& rail) {
     const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
     AppRandomFillMessage msg = {};
-    if (rail.memory || body.size() < sizeof(msg)) throw BadMessage("request");
+    if (rail.asked || body.size() < sizeof(msg)) throw BadMessage("request");
     body.copy(reinterpret_cast<char*>(&msg), sizeof(msg));
     if (!source) {
       request = msg;
@@ -886,8 +892,7 @@ struct ServedClient {
     }
     rail.remote_addr = msg.addr;
     rail.remote_key = msg.rkey;
-    rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
-                        source->gpu, source->data);
+    rail.asked = true;
   }
 
   // Compares each value in the message with what was received and what was

@@ -115,6 +115,15 @@ def test_no_false_alarm(tmp_path, program, provider):
     assert "RECV completed: " in (tmp_path / "trace.txt").read_text()
 
 
+@pytest.mark.skipif("shm" not in PROVIDERS, reason="it concerns shared memory")
+def test_no_trap_over_shm(tmp_path):
+    """Nothing is trapped there, and the summary says so."""
+    status, output, run = watch(tmp_path, f"{BUILD}/4_hello", provider="shm", WATCH_TRAP="1")
+    assert status == 0, output
+    assert not any(p.trapped for p in run.ps)
+    assert "Not seen: where the program reads memory that is not its own" in output
+
+
 @pytest.mark.parametrize("behind", ["reorder.so", "strict.so"])
 def test_behind(tmp_path, behind):
     """With a library between itself and libfabric, it sees what the program sees."""

@@ -1214,12 +1214,12 @@ VISIBLE int fi_fabric(struct fi_fabric_attr* attr, struct fid_fabric** fabric,
     return reinterpret_cast<decltype(&fi_fabric)>(dlsym(library, "fi_fabric"))(
         attr, fabric, context);
   }
-  OpenFile();
   // The traps would see what these do outside of the program's calls.
   if (attr->prov_name &&
       (strstr(attr->prov_name, "shm") || strstr(attr->prov_name, "sockets"))) {
     g_trap = false;
   }
+  OpenFile();
   Inside inside;
   int ret = Real("fi_fabric", fi_fabric)(attr, fabric, context);
   if (ret != 0) return ret;

@@ -108,11 +108,11 @@ def test_stragglers(ring, provider):
 
 @pytest.mark.builds("plain")
 @not_over_verbs("an emulated processor takes longer for all")
-@default_and_shm
-def test_killed_rank(ring, provider):
-    """Each survivor hears of it, also one that is no neighbour of the dead."""
+def test_killed_rank(ring):
+    """Each survivor hears of it, also one that is no neighbour of the dead. (Not over shm,
+    where the dead may leave a lock to its neighbour, which never returns from libfabric.)"""
     for _ in range(KILLS):
-        some = ring(5, "32000000", provider)
+        some = ring(5, "32000000")
         some.join()
         time.sleep(random.uniform(0, 0.5))
         dead = random.randrange(5)

@@ -862,12 +862,7 @@ struct ServedClient {
       }
     }
     rails.ForEach([&](Rail& rail) {
-      if (!rail.asked || done) return;
-      if (!rail.memory) {
-        rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
-                            source->gpu, source->data);
-      }
-      ContinuePostWrite(rail);
+      if (rail.asked && !done) ContinuePostWrite(rail);
     });
     if (done) {
       if (source) PrintProgress();
@@ -928,6 +923,10 @@ struct ServedClient {
   // Lets a rail take the next WRITEs, as far as libfabric has room: the queue
   // stays short, however long the transfer is.
   void ContinuePostWrite(Rail& rail) {
+    if (!rail.memory) {
+      rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
+                          source->gpu, source->data);
+    }
     bool several = rails.all.size() > 1;
     if (rail.memory->in_flight == 0) rail.completed_at = Clock::now();
     if (several && Clock::now() - rail.completed_at > kRailLimit) {

@@ -21,6 +21,7 @@
 //                         2: the provider says so and then registers none
 //   STRICT_NAME=NAME      what the provider is called (efa)
 //   STRICT_ADAPTERS=N     so many adapters, each a domain (1)
+//   STRICT_EQ=0           there are no event queues, as with opx
 //   STRICT_WRITE_FAILS=N  the first WRITE of the N-th adapter is refused
 //   STRICT_NO_ROOM=N      the N-th adapter has no room for any WRITE
 //   STRICT_ONCE=1         an adapter registers nothing to WRITE from that another
@@ -157,6 +158,7 @@ const auto g_max_msg = static_cast<size_t>(Setting("STRICT_MAX_MSG", -1));
 const bool g_recv_disorder = Setting("STRICT_RECV_DISORDER", 0);
 const long g_hmem = Setting("STRICT_HMEM", 1);
 const long g_adapters = Setting("STRICT_ADAPTERS", 1);
+const long g_eq = Setting("STRICT_EQ", 1);
 const long g_write_fails = Setting("STRICT_WRITE_FAILS", 0);
 const long g_no_room = Setting("STRICT_NO_ROOM", 0);
 const bool g_once = Setting("STRICT_ONCE", 0);
@@ -1073,7 +1075,7 @@ int ControlEndpoint(struct fid* fid, int command, void* arg) {
   if (command == FI_ENABLE && (ep.cq == nullptr || ep.av == nullptr)) {
     Die("an endpoint without a completion queue or an address vector");
   }
-  if (command == FI_ENABLE && ep.eq == nullptr) {
+  if (command == FI_ENABLE && ep.eq == nullptr && g_eq != 0) {
     Violation("eq", "an endpoint is enabled without an event queue");
   }
   int ret = ep.object.real->ops->control(ep.object.real, command, arg);
@@ -1540,6 +1542,7 @@ int OpenAddressVector(struct fid_domain* domain, struct fi_av_attr* attr,
 int OpenEventQueue(struct fid_fabric* fabric, struct fi_eq_attr* attr,
                    struct fid_eq** result, void* context) {
   CheckThread();
+  if (g_eq == 0) return -FI_ENOSYS;
   struct fid_eq* real = nullptr;
   auto* real_fabric = g_real_fabrics.at(&fabric->fid);
   int ret = real_fabric->eq_open(fabric, attr, &real, context);

@@ -172,6 +172,15 @@ def test_short_messages(run, program):
     assert re.search("^error: fi_getinfo .*: No data available$", server.output, re.M)
 
 
+@pytest.mark.parametrize("program", [p for p in PROGRAMS if p in ("5_reverse", "13_crowd")])
+def test_no_event_queue(strict, program):
+    """The opx provider has none, so there is none to bind."""
+    server = strict(program, "shm", STRICT_EQ="0")
+    client = server.check_client(*server.entry.quick, STRICT_EQ="0")
+    server.stop()
+    check_rules(client, server.process)
+
+
 LITTLE = variant("14_strangers", ("kMaxTransfer = 512 << 20", "kMaxTransfer = 1 << 20"))
 
 

@@ -49,7 +49,8 @@ def test_allocator(build):
     simple model expects. A client's piece comes back when its endpoint is closed."""
     calls = "100000" if "sanitized" in build else "1000000"
     done = subprocess.run([f"{build}/allocator", calls], cwd=ROOT, text=True,
-                          capture_output=True, check=False, timeout=60)
+                          capture_output=True, check=False, timeout=60,
+                          env={**os.environ, **LIBFABRIC_LEAKS})
     assert done.returncode == 0, done.stdout + done.stderr
 
 

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from harness import BUILD, OVER_VERBS, PROVIDERS, owned_shm_files
+from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, owned_shm_files
 from marks import not_over_verbs
 from repository import QUICKLY, ROOT, make
 
@@ -82,10 +82,10 @@ def test_late_rank(run, build):
     """The others wait for a rank that starts late, and say so."""
     folder = f"{run.new_folder()}/run"
     command = [f"{build}/15_ring", folder]
-    first = run([*command, "0", "2", "100"])
+    first = run([*command, "0", "2", "100"], **LIBFABRIC_LEAKS)
     first.wait_for(rf"^\[0\] Waiting for 2 ranks in {folder}$")
     time.sleep(1)
-    second = run([*command, "1", "2", "100"])
+    second = run([*command, "1", "2", "100"], **LIBFABRIC_LEAKS)
     assert first.wait() == second.wait() == 0, first.output + second.output
 
 

@@ -24,9 +24,9 @@ void Check(int error, const char* call) {
   if (error != 0) Fail(call, strerror(error));
 }
 
-// Ends the program if a call has made no object: it has set errno then.
+// Ends the program if a call has made no object. Most set errno then.
 void CheckMade(const void* object, const char* call) {
-  if (object == nullptr) Check(errno, call);
+  if (object == nullptr) Fail(call, strerror(errno));
 }
 
 // Tells whether we take this address (GID) of a port: one of InfiniBand, or an
@@ -150,7 +150,7 @@ int main(int argc, char** argv) {
   attr.ah_attr.grh.sgid_index = local.gid_index;
   attr.ah_attr.grh.hop_limit = 64;
   attr.ah_attr.port_num = local.port_num;
-  attr.path_mtu = port.active_mtu;  // bytes in a packet
+  attr.path_mtu = port.active_mtu;  // a name for the bytes in a packet
   attr.max_dest_rd_atomic = 1;      // READs of the peer at a time
   attr.min_rnr_timer = 12;      // if we have no RECV: try again after 0.64 ms
   attr.qp_state = IBV_QPS_RTR;  // ready to receive
@@ -162,7 +162,7 @@ int main(int argc, char** argv) {
   attr.timeout = 14;            // without an answer, we try again after 67 ms,
   attr.retry_cnt = 6;           // six times (Soft-RoCE takes 7 for "for ever"),
   attr.rnr_retry = 0;           // and not at all if the peer has no RECV
-  attr.max_rd_atomic = 1;       // and of ours
+  attr.max_rd_atomic = 1;       // READs of ours at a time
   attr.qp_state = IBV_QPS_RTS;  // ready to send, too
   Check(ibv_modify_qp(qp, &attr,
                       IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT |

@@ -1,5 +1,5 @@
-// 2_verbs: the message of 2_first and its one WRITE, in verbs, the interface
-// of InfiniBand and RoCE adapters, without libfabric.
+// 2_verbs: the message of 2_first, and one WRITE behind it, in verbs, the
+// interface of InfiniBand and RoCE adapters, without libfabric.
 //
 // The five steps are those of 2_first, to be read side by side. A queue pair
 // has one peer, and each side has to be told of the other, so you carry a line

@@ -326,6 +326,8 @@ TEXTS = {
         "test_file.py test_names"),
     "size-limit": ("9_file", "  signal(SIGXFSZ, SIG_IGN);\n", "",
         "test_file.py test_file_size_limit"),
+    "short-write": ("9_file", "      done += size_t(ret);\n", "      done = size;\n",
+        "test_file.py test_file_size_limit"),
     "failed-writer": ("9_file", "      session.Send(AppMessageType::kFailed, e.what());\n",
         "      session.Send(AppMessageType::kFailed, e.what());\n"
         "      done = true;\n", "test_file.py test_failed_while_it_writes"),

@@ -449,6 +449,8 @@ TEXTS = {
         "client->outbox.size() >= (kMaxUnsent << 30)) {", "test_crowd.py test_deaf_client"),
     "crowd-remove": ("13_crowd", "      mailbox.endpoint.RemovePeerAddress(it->second->addr);\n",
         "", "test_crowd.py test_deaf_client"),
+    "crowd-late": ("13_crowd", '    it->second->error = "forgotten";\n', "",
+        "test_crowd.py test_asks_and_leaves"),
     "crowd-cleanup": ("13_crowd", 'setenv("FI_AV_REMOVE_CLEANUP", "1", 0);', "",
         "test_crowd.py test_deaf_client"),
     "crowd-same-address": ("13_crowd", "      if (before != clients.end()) Forget(before);\n", "",

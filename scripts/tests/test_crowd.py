@@ -356,6 +356,24 @@ def test_forgotten(run, serve_variant):
     server.stop()
 
 
+@pytest.mark.builds("sanitized")
+@two_providers
+def test_asks_and_leaves(run, serve, provider):
+    """A client says BYE without a look at its answers. Those that have not left by then go
+    nowhere: its address has been removed."""
+    server = serve(PROGRAM, provider)
+    other = CrowdGuest(run, server)
+    other.open_session()
+    for _ in range(5):
+        guest = CrowdGuest(run, server)
+        guest.open_session()
+        for message in [crowd(TEXT, b"text")] * 5 + [crowd(BYE)]:
+            guest.process.write(guest.send_line(message))
+        other.check_text()
+    server.process.wait_for(r"^1 clients, .*\n\Z")
+    server.stop()
+
+
 @pytest.mark.builds("plain")
 def test_one_after_the_other_of_a_crowd(serve):
     """Many clients, none of which leaves anything behind. libfabric keeps some of what

@@ -573,6 +573,8 @@ TEXTS = {
     "ring-slot-in-flight": ("15_ring",
         "      if (posted >= kSlots && !written[posted - kSlots]) return;\n", "",
         "test_ring.py test_watched_ring and strict"),
+    "ring-own-write": ("15_ring", "      if (taken >= half && !written[taken - half]) return;\n",
+        "", "test_ring.py test_watched_ring and late"),
     "ring-number": ("15_ring", "      arrived[number - 1] = true;",
         "      static size_t num_arrived = 0;\n"
         "      arrived[num_arrived++] = true;", "test_ring.py test_ring_under_strict_rules"),

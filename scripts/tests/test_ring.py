@@ -212,9 +212,14 @@ def watch(folder, program, *arguments, **env):
 
 @pytest.mark.builds("plain")
 @pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
-@pytest.mark.parametrize("behind", ["", "build/strict.so"])
-def test_watched_ring(tmp_path, behind):
-    status, said = watch(tmp_path, f"{BUILD}/15_ring", "8000000", BEHIND=behind)
+@pytest.mark.parametrize("behind,floats", [
+    ("", "8000000"), ("build/strict.so", "8000000"), ("build/reorder.so", "100000")],
+    ids=["", "strict", "late"])
+def test_watched_ring(tmp_path, behind, floats):
+    """Where each WRITE completes late, a block comes back as a sum before, and waits in its
+    slot: our own WRITE still has the place where it goes."""
+    status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, BEHIND=behind, REORDER_MS="0",
+                         REORDER_COMPLETIONS_MS="200")
     assert status == 0 and "No violation seen" in said and " of 3 processes" in said, said
 
 

@@ -202,10 +202,16 @@ def test_late_refusal(run, strict):
     ids=["write", "memory", "room"])
 def test_rail_fails(strict, failure):
     """One of two adapters does not do its part: a WRITE of it fails, it has no room for
-    the pages, or none for any WRITE. The other one does the work."""
+    the pages, or none for any WRITE. The other one does the work. What has failed counts
+    once, when it is done: the last WRITE waits for all others."""
     server = strict("11_rails", "shm", STRICT_ADAPTERS="2", **failure)
-    client = server.check_client(*ARGUMENTS["11_rails"], STRICT_ADAPTERS="2")
+    # The server has read all completions when the client's late BYE comes.
+    client = server.check_client(*ARGUMENTS["11_rails"], STRICT_ADAPTERS="2",
+                                 STRICT_DELAY_US="100000")
     assert server.process.output.count(" is given up: ") == 1
+    server.process.wait_for(r"^\[1\] Done\.$")
+    written = re.findall(r"^\[1\] .* WRITE: \d+%, (\d+)/100, ", server.process.output, re.M)
+    assert int(written[-1]) <= 100
     server.stop()
     check_rules(client, server.process)
 

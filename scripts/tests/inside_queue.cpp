@@ -9,22 +9,8 @@
 //   flight    a bounded number of bytes is in flight, and the last WRITE waits
 //             for all others; no PROGRESS follows one that is still on its way
 //   room      where libfabric has no room for a WRITE, only one waits for that
-//   close     an endpoint is closed before the regions that it uses
-
-#include <rdma/fabric.h>
-
-#include <vector>
-
-// What fi_close has closed, in that order: FI_CLASS_EP, FI_CLASS_MR ...
-std::vector<size_t> g_closed;
-
-int LoggingClose(struct fid* fid) {
-  g_closed.push_back(fid->fclass);
-  return fi_close(fid);
-}
 
 // Everything but its main().
-#define fi_close LoggingClose
 #define main QueueMain
 #include "../../src/7_queue.cpp"
 #undef main
@@ -194,26 +180,11 @@ int CheckRoom() {
   return waiting == 1 ? 0 : Fail("not one");
 }
 
-int CheckClose() {
-  Pair pair;
-  pair.Ask(1);
-  g_closed.clear();
-  pair.served.reset();
-  auto endpoint = std::find(g_closed.begin(), g_closed.end(), FI_CLASS_EP);
-  auto region = std::find(g_closed.begin(), g_closed.end(), FI_CLASS_MR);
-  printf("closed: %zu objects\n", g_closed.size());
-  if (endpoint == g_closed.end() || region == g_closed.end()) {
-    return Fail("not everything is closed");
-  }
-  return endpoint < region ? 0 : Fail("a region is closed first");
-}
-
 int main(int argc, char** argv) {
   std::string check = argc == 2 ? argv[1] : "";
   if (check == "order") return CheckOrder();
   if (check == "signal") return CheckSignal();
   if (check == "flight") return CheckFlight();
   if (check == "room") return CheckRoom();
-  if (check == "close") return CheckClose();
   return 2;
 }

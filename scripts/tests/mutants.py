@@ -78,7 +78,7 @@ TEXTS = {
         "  Session session;\n",
         "  Session session;\n"
         "  std::optional<Buffer> source;  // the pages, once the client has asked\n",
-        "test_inside.py test_server_of_a_queue and close and default"),
+        "test_strict.py test_stopped_in_a_transfer and 7_queue"),
     "region-first": ("7_queue",
         "  Memory data;\n"
         "  Owned<fid_mr> mr;\n",

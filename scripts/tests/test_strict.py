@@ -132,6 +132,18 @@ def test_last_write(strict, program):
                    STRICT_CQ_DELAY_US="0")
 
 
+@each_writer
+def test_stopped_in_a_transfer(strict, program):
+    """A server that ends while its pages are in flight closes the endpoint, which ends
+    that, and then frees them."""
+    server = strict(program, "shm", STRICT_DELAY_US="2000000")
+    client = server.start_client(*ARGUMENTS[program], STRICT_DELAY_US="0")
+    server.process.wait_for("Received RandomFill")
+    server.stop()
+    check_rules(server.process)
+    client.signal(signal.SIGKILL)
+
+
 @pytest.mark.skipif("13_crowd" not in PROGRAMS, reason="the tests know nothing of it")
 @pytest.mark.parametrize("removed", ["canceled", "lost"])
 def test_removed(strict, removed):

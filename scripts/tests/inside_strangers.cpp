@@ -5,6 +5,8 @@
 //   pages    the server makes one page a round, and looks at others meanwhile
 //   silence  a client that waits for memory is not silent as long as it takes
 //            our messages
+//   leave    a client that is refused keeps its place until its REFUSED has
+//            left, but not for long
 //   line     one whose second in line is over is told so, once, and forgotten
 //   renew    the endpoint that tells is closed after a while, or soon after it
 //            has told many, and takes those with it to whom nothing has gone
@@ -87,6 +89,29 @@ int CheckWaiting() {
   return Fail("a client that has gone is not silent");
 }
 
+int CheckLeave() {
+  Pair pair(1);
+  ServedClient& served = pair.served;
+  pair.client.Send(AppMessageType::kWait);  // which no client says
+  Until(
+      [&] {
+        try {
+          pair.Poll();
+        } catch (const std::runtime_error&) {
+          served.done = true;
+        }
+      },
+      [&] { return served.done; });
+  size_t& in_flight = served.session.send_bufs.front().in_flight;
+  in_flight += 1;  // the client does not take it
+  bool stays = !served.HasLeft();
+  served.leave_at -= kLeaveGrace;
+  bool leaves = served.HasLeft();
+  in_flight -= 1;
+  if (!stays) return Fail("the REFUSED has no time to leave");
+  return leaves ? 0 : Fail("one that has gone keeps its place");
+}
+
 // ---- The line ----
 
 // One who asks a listener.
@@ -158,6 +183,7 @@ int main(int argc, char** argv) {
   std::string check = argc == 2 ? argv[1] : "";
   if (check == "pages") return CheckPages();
   if (check == "silence") return CheckWaiting();
+  if (check == "leave") return CheckLeave();
   if (check == "line") return CheckLine();
   if (check == "renew") return CheckRenew();
   return 2;

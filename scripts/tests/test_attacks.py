@@ -334,22 +334,6 @@ def test_killed_while_it_waits_for_memory(run, provider):
     server.stop()
 
 
-def test_refused_and_gone(run, serve):
-    """Those who do not take the reason for which they are refused lose their places all the
-    same, and soon."""
-    server = serve(STRANGERS, "tcp")
-    clients = [FakeClient(run, server) for _ in range(PLACES)]
-    for client in clients:
-        client.open_session()
-    for client in clients:  # none of which looks at what comes then
-        client.send(base(99))
-    server.process.wait_for("error: bad message: type 99", count=PLACES)
-    began = time.monotonic()
-    server.check_client(*SHORT)
-    assert time.monotonic() - began < SILENCE * TIME_FACTOR
-    server.stop()
-
-
 SHORT_LINE = variant(STRANGERS, PATIENT_CHECK, ("kMaxWaiting = 1000", "kMaxWaiting = 4"))
 
 

@@ -35,10 +35,11 @@ def test_signal_before_an_endpoint(run, provider):
 
 
 @two_providers
-@pytest.mark.parametrize("check", ["pages", "silence", "line", "renew"])
+@pytest.mark.parametrize("check", ["pages", "silence", "leave", "line", "renew"])
 def test_server_of_strangers(run, check, provider):
     """A server that makes pages for one client looks at the others in between. A client
-    that waits for its pages is not silent. One in line is told once, and forgotten; the
+    that waits for its pages is not silent. One that is refused keeps its place until it
+    hears so, but not for long. One in line is told once, and forgotten; the
     endpoint that tells it is closed after a while, or soon after it has told many."""
     try_inside(run, "inside_strangers", check, provider=provider)
 

@@ -364,6 +364,8 @@ TEXTS = {
     "torn-version": ("10_lock", "return checksum == (version == 0 ? 0 : Checksum());",
         "return version == 0 || checksum == Checksum();",
         "test_inside.py test_ledger_that_changes"),
+    "old-data": ("10_lock", "key * 31 + version);", "key * 31);",
+        "test_inside.py test_ledger_that_changes"),
     "ledger-once": ("10_lock", "if (turn.Word() == before.Word()) break;", "break;",
         "test_inside.py test_ledger_that_changes"),
     "lease-of-a-turn": ("10_lock", "        changed_at = Clock::now();\n", "",

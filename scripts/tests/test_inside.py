@@ -55,5 +55,6 @@ def test_server_of_a_queue(run, check, provider):
 @two_providers
 def test_ledger_that_changes(run, provider):
     """A client that READs the ledger without a lock READs it again if it is not the
-    valid one any more. A record with half of a version is not taken for a free one."""
+    valid one any more. A record with half of a version is not taken for a free one, nor one
+    with a new version and old data for a whole one."""
     assert "READs: 2," in try_inside(run, "inside_lock", provider=provider).output

@@ -13,7 +13,7 @@ import pytest
 import chapters
 import fuzz
 from harness import BUILD, PROGRAMS, address_of
-from repository import (ROOT, build_source, parent, patched, programs, replaced, variant)
+from repository import (ROOT, build_source, parent, patched, programs, variant)
 from table import TABLE
 from test_tools import what_is_missing
 

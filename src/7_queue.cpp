@@ -406,7 +406,8 @@ struct Endpoint {
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read. Returns the number of completions. Throws if a callback does.
+  // read. Returns the number of completions. Throws if a callback does, and
+  // loses the entries behind it then. (An error is read alone.)
   size_t PollCompletion() {
     ProgressPendingOps();
     fi_cq_data_entry entries[kCompletionQueueReadCount];

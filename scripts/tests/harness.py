@@ -1,5 +1,5 @@
-"""What tests, exercises and the fuzzer share: running servers and clients. It takes no
-pytest; the fixtures are in conftest.py."""
+"""What tests and exercises share: running servers and clients. The fixtures are in
+conftest.py. It takes no pytest, because others than tests need it."""
 
 import concurrent.futures
 import contextlib

@@ -11,11 +11,8 @@ import sys
 import pytest
 
 import chapters
-import fuzz
 from harness import BUILD, PROGRAMS, address_of
 from repository import (ROOT, build_source, parent, patched, programs, replaced, variant)
-from table import TABLE
-from test_tools import what_is_missing
 
 MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
 HALF_DONE = "int main() {  \n  fi_something(;\n"
@@ -72,8 +69,6 @@ def test_diff(copy):
 def test_tests_and_book(copy):
     """They build, read and check the programs of the tutorial."""
     assert programs(copy) == programs()
-    assert what_is_missing(copy, TABLE, fuzz.SESSIONS) == what_is_missing(
-        ROOT, TABLE, fuzz.SESSIONS)
     assert list(chapters.pages_of_programs(copy)) == list(chapters.pages_of_programs(ROOT))
     plan = make(copy, "-n", "all", "OWN=")
     assert plan.returncode == 0, plan.stderr

@@ -15,11 +15,10 @@ import time
 
 import pytest
 
-from fakes import CrowdGuest, FakeClient, FakeServer
+from fakes import CrowdGuest, FakeClient
 from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      owned_shm_files)
 from marks import ends_in_a_rendezvous, not_over_verbs, over, two_providers
-from messages import PROGRESS, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
 
@@ -86,22 +85,6 @@ def test_server_gone(serve, run, build, program):
     for port in reserved:
         if port:
             port.close()
-
-
-@pytest.mark.builds("sanitized")  # it takes long
-@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "shm"])
-@pytest.mark.thorough
-def test_server_killed_during_work(serve, provider):
-    """Not through shm, where libfabric 1.17 may never return: the server may
-    have held a lock that lies in memory of both."""
-    server = serve("7_queue", provider)
-    client = server.start_client(*server.entry.long)
-    client.wait_for("Sent RandomFill")
-    time.sleep(random.uniform(0, 0.5))
-    server.process.signal(signal.SIGKILL)
-    killed = time.monotonic()
-    assert client.wait(30) == 1 and "error: " in client.output
-    assert time.monotonic() - killed < 15
 
 
 @not_over_verbs("under that limit, no client gets through to the server")
@@ -291,23 +274,6 @@ def test_addresses_of_nobody(run, serve):
     time.sleep(12)
     server.check_client(timeout=60)
     server.stop()
-
-
-@pytest.mark.builds("plain")
-def test_interrupted_while_it_hears(run):
-    """A signal ends a client also while the server has something to say all the time."""
-    server = FakeServer(run, BUILD, "7_queue")
-    server.receive()
-    time.sleep(0.6)
-    for count in range(30):
-        if server.client.popen.poll() is not None:
-            break
-        server.process.write("send " + plain(PROGRESS).hex())
-        if count == 5:
-            server.client.signal(signal.SIGINT)
-        time.sleep(0.1)
-    assert server.client.popen.poll() == 1, server.client.output
-    assert server.client.output.endswith("error: interrupted\n")
 
 
 @pytest.mark.builds("plain")

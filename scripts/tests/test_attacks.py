@@ -194,7 +194,7 @@ def test_full_and_filled(run, patient):
     take_places(FakeClient(run, patient))
     stranger = FakeClient(run, patient)
     before = patient.memory()
-    for _ in range(500):
+    for _ in range(200):
         stranger.send(bytes(65536), as_it_is=True)
     assert patient.memory() < before + 10_000
     patient.stop()
@@ -276,8 +276,8 @@ def test_no_descriptor(serve):
     server.stop()
 
 
-LITTLE = "kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"
-IMPATIENT = variant(STRANGERS, LITTLE, ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
+IMPATIENT = variant(STRANGERS, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"),
+                    ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
 
 
 @pytest.mark.long
@@ -305,16 +305,13 @@ def test_waiting_is_not_silence(run):
     server.stop()
 
 
-LITTLE_MEMORY = variant(STRANGERS, LITTLE)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
 def test_killed_while_it_waits_for_memory(run, provider):
     """A client that waits because others have the memory need say nothing. One that has
     died is given up all the same: because it does not take what the server sends or, over
     shm, which sends to the dead, in its turn. The next one gets its memory."""
-    server = Server(run, LITTLE_MEMORY(), STRANGERS, provider)
+    server = Server(run, IMPATIENT(), STRANGERS, provider)
     pages = "65536", "64"
     first = server.start_client(*pages, "1000000")
     server.process.wait_for(r"^\[1\] .*WRITE: ")

@@ -28,8 +28,7 @@ KILLS = int(os.environ.get("KILLS", "3"))
 
 @pytest.mark.builds("sanitized")  # it takes long
 @ends_in_a_rendezvous
-@over([p for p in PROGRAMS if not TABLE[p].killed_in],
-      *(("7_queue", provider) for provider in PROVIDERS if provider not in ("", "shm")))
+@over([p for p in PROGRAMS if not TABLE[p].killed_in])
 def test_killed_clients(serve, program, provider):
     """Clients that are killed at any moment. They cost the others nothing, two of
     which are there at any time, and the next one gets its data. The programs that are
@@ -62,7 +61,7 @@ def reserve_port(server):
 
 
 @pytest.mark.builds("sanitized")  # it takes long
-@pytest.mark.parametrize("program", ["4_hello", "7_queue", "11_rails", "14_strangers"])
+@pytest.mark.parametrize("program", ["4_hello", "7_queue", "14_strangers"])
 def test_server_gone(serve, run, build, program):
     """A client whose server has gone, or never was there, says so."""
     servers = [serve(program, provider) for provider in PROVIDERS
@@ -198,28 +197,19 @@ def catches(pid, signum):
 
 @pytest.mark.builds("plain")
 @two_providers
-@pytest.mark.parametrize("program,args,started", [
-    *((program, TABLE[program].long, "Sent RandomFill")
-      for program in ("7_queue", "11_rails", "14_strangers")),
-    ("8_malloc", ["400"], "Borrowed")])
-def test_client_signals_at_work(serve, program, args, started, provider):
+@pytest.mark.parametrize("program", ["7_queue", "14_strangers"])
+def test_client_signals_at_work(serve, program, provider):
     """Interrupted in the middle of its work, a client leaves nothing in /dev/shm. One of the
     former server says BYE, so that the server is rid of it long before its silence of
     10 s would mean something."""
     server = serve(program, provider, **LIBFABRIC_LEAKS)
     for signum in signal.SIGINT, signal.SIGTERM:
-        # The work of 8_malloc takes 0.3 s, so the signal may come too late: not each time.
-        for _ in range(10 if program == "8_malloc" else 1):
-            already = len(server.process.lines)
-            client = server.start_client(*args)
-            client.wait_for(started)
-            if program != "8_malloc":
-                server.process.wait_for("Received RandomFill", after=already)
-            time.sleep(random.uniform(0, 0.1))
-            client.signal(signum)
-            if client.wait() != 0:
-                break
-        assert client.popen.returncode == 1, client.output
+        already = len(server.process.lines)
+        client = server.start_client(*TABLE["7_queue"].long)
+        server.process.wait_for("Received RandomFill", after=already)
+        time.sleep(random.uniform(0, 0.1))
+        client.signal(signum)
+        assert client.wait() == 1, client.output
         assert client.output.endswith("error: interrupted\n")
         assert not owned_shm_files([client.popen.pid], client.born)
         server.process.wait_for(r"^\[\d+\] (Done|error)", after=already)

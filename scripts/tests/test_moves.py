@@ -108,11 +108,11 @@ def build(step):
 
 def of_steps(*values):
     """A worker builds the moves of a step, and runs them all. Where something is left out,
-    those of the second half, which take a minute each to build, and all but 6 over shm."""
+    those of the second half, which take a minute each to build, and all over shm."""
     return [pytest.param(*value, marks=[
         pytest.mark.xdist_group(f"moves of {value[0]}"),
         *[pytest.mark.thorough] * (int(value[0].split("_")[0]) > 7 or
-                                   value[2] == "shm" and value[0] != "6_write")],
+                                   value[2] == "shm")],
         id="-".join(map(str, value))) for value in values]
 
 

@@ -333,20 +333,13 @@ def test_13_crowd(run, broken):
         server.check_client("20", "100")
 
 
-def cpu_seconds(process):
-    """What a process has used of the processor so far."""
-    with open(f"/proc/{process.popen.pid}/stat") as file:
-        user, system = file.read().rpartition(")")[2].split()[11:13]
-    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
-
-
 @pytest.mark.thorough
 def test_12_sleep(run, broken):
     """Until its first client it sleeps. From then on it only says so."""
     servers = [broken("12_sleep"), Server(run, BUILD, "12_sleep")]
 
     def used(start=(0, 0)):
-        return [cpu_seconds(server.process) - before
+        return [server.process.cpu_seconds() - before
                 for server, before in zip(servers, start)]
 
     start = used()

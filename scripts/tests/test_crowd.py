@@ -14,7 +14,7 @@ import time
 import pytest
 
 from fakes import CrowdGuest, CrowdHost
-from harness import LIBFABRIC_LEAKS, TIME_FACTOR, Server, is_here
+from harness import LIBFABRIC_LEAKS, Server, is_here, wait_until
 from marks import not_over_verbs, two_providers
 from messages import ACCEPT, BYE, CONNECT, TEXT, crowd
 from repository import broken, read_source, variant
@@ -62,18 +62,6 @@ SMALL = variant(PROGRAM, ("kMaxClients = 4000;", "kMaxClients = 3;"),
                 ("kForgetAfter = 30s;", "kForgetAfter = 8s;"))
 # Its client may be deaf, and its server has any number of SENDs in flight to a client.
 BROKEN = variant(PROGRAM, source=lambda: broken("scripts/breaks/13_crowd.patch"))
-
-
-def connections(server):
-    """How many descriptors a server has."""
-    return len(os.listdir(f"/proc/{server.process.popen.pid}/fd"))
-
-
-def wait_until(condition, timeout=10):
-    end = time.monotonic() + timeout * TIME_FACTOR
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def wait_for_nobody(server):
@@ -184,11 +172,11 @@ def test_deaf_client(serve, start_deaf):
     server = serve(PROGRAM, "tcp;ofi_rxm")
     server.check_client("20", "5")
     wait_for_nobody(server)
-    before, connected_before = server.memory(), connections(server)
+    before, connected_before = server.memory(), server.process.descriptors()
     deaf = start_deaf(server)
     server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read")
     # Its connection is given up, though it is still there.
-    wait_until(lambda: connections(server) <= connected_before)
+    wait_until(lambda: server.process.descriptors() <= connected_before)
     check_crowd(server.start_client("20", "50"), 20, 50)
     assert deaf.popen.poll() is None
     assert server.memory() < before + 60_000  # KB

@@ -105,23 +105,6 @@ def test_sizes(serve, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_attributes(serve):
-    """The file is its owner's, and as readable as any other new file. The name may
-    have anything in it that harms nobody."""
-    server = serve("9_file")
-    folder = server.run.new_folder()
-    for number, name in enumerate(["x" * 250, " *\\", "-rf", "grüße %s%n", "a.part"]):
-        write_source(f"{folder}/{name}", 1000, number)
-        client = server.start_client(f"{folder}/{name}")
-        client.source = f"{folder}/{name}"
-        assert client.wait() == 0, client.output
-        assert os.stat(f"{server.folder}/{name}").st_mode == os.stat(client.source).st_mode
-        server.check_file(client)
-    assert not os.listdir(server.folder)
-    server.stop()
-
-
 # ---- The server's directory ----
 
 @pytest.mark.builds("plain")

@@ -174,17 +174,6 @@ def check_failed(server, client, error):
     check_whole(server)
 
 
-@pytest.mark.builds("plain")
-@pytest.mark.long
-def test_too_much(serve):
-    """A client that wants more than there is. Others can have the memory again."""
-    server = serve("8_malloc", "shm")
-    check_failed(server, server.start_client("2000"),
-                 "the server refuses: the pool has no piece of this size left")
-    server.check_client("400")
-    server.stop()
-
-
 @pytest.mark.builds("sanitized")
 @two_providers
 @pytest.mark.thorough

@@ -339,6 +339,7 @@ SHORT_LINE = variant(STRANGERS, PATIENT_CHECK, ("kMaxWaiting = 1000", "kMaxWaiti
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_long_line(run):
     """Of those who come together, only so many stand in line. The others hear nothing."""
     server = Server(run, SHORT_LINE(), STRANGERS, "tcp")

@@ -151,6 +151,7 @@ def test_5_reverse_late(run, broken):
     server.stop()
 
 
+@pytest.mark.thorough
 def test_6_guesses(broken):
     """The key of a client's memory is always the same, until it is random."""
     provider = "tcp;ofi_rxm" if is_here("tcp;ofi_rxm") else ""
@@ -236,6 +237,7 @@ def test_8_asleep(run, broken):
     right.stop()
 
 
+@pytest.mark.thorough
 def test_9_file(run, broken, tmp_path):
     """Every WRITE has completed, and only the checksum notices that it was of the wrong
     place."""
@@ -293,6 +295,7 @@ def test_10_lock(broken):
     server.stop()
 
 
+@pytest.mark.thorough
 def test_10_dead_owner(broken):
     """Without a lease, a client that is killed while it has the lock keeps all others
     out."""

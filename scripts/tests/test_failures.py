@@ -377,6 +377,7 @@ def test_help(build, program):
     assert not done.stderr
 
 
+@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_gpu(build, program):
     """Who asks for a GPU where there is none, or without CUDA, gets an error before anything

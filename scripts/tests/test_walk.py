@@ -340,6 +340,7 @@ def test_asleep(walk):
 
 @pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
 @after(6, "gpu flush")
+@pytest.mark.thorough
 def test_gpu(run, tmp_path):
     """The copy has to end before the WRITE, and what has come has to be flushed. The
     stand-ins have a GPU, and an adapter for it."""

@@ -307,7 +307,8 @@ def test_no_word(walk):
     assert server.start_client("4", "1").wait() == 0
 
 
-@pytest.mark.parametrize("word", ["measure", "queue", "flight"])
+@pytest.mark.parametrize("word", [
+    pytest.param("measure", marks=pytest.mark.thorough), "queue", "flight"])
 @over_tcp
 @after(7, "measure queue flight awake")
 def test_silent(walk, word):

@@ -10,7 +10,7 @@
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
 #   CHAPTER, SECONDS
 #                   for `make report`: the demo's program, and how long each size takes
-#   ARGS            for `make test-rdma` and `make fuzz`: options;
+#   ARGS            for `make test-rdma`: options;
 #                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
 #                   BEHIND=build/strict.so: a library between the recorder and libfabric
 #   WRITE           for `make check`: WRITE=1 writes anew what follows from the programs
@@ -201,7 +201,7 @@ FORCE:
 
 # ---- Everything else ----
 
-.PHONY: demo report moves watch check test test-all test-rdma mutants fuzz lint book \
+.PHONY: demo report moves watch check test test-all test-rdma mutants lint book \
   figures clean help help-all
 # These targets install what they need first. Only then is there a libfabric to
 # find, so they build with another make.
@@ -243,14 +243,6 @@ mutants:
 	@scripts/test.sh --collect-only -q >/dev/null
 	@bash -c '. scripts/common.sh; python=$$(python_with pytest xdist) && \
 	  without_symbols "$$python" scripts/tests/mutants.py $(MUTANTS)'
-
-# Sends made-up messages to servers with sanitizers: ARGS="--messages 2000 7_queue".
-fuzz:
-	@scripts/install-deps.sh build
-	@$(MAKE) --no-print-directory build/4_hello build/sender BUILD=build
-	@$(MAKE) --no-print-directory all OWN= BUILD=build/sanitized \
-	  CXXFLAGS='-O0 -g1 -fsanitize=address,undefined'
-	@BUILD=build python3 scripts/tests/fuzz.py $(ARGS)
 
 # Each has its variables at the top of its file in scripts/bench/.
 BENCHES := bench bench-variants bench-file bench-lock bench-rails bench-crowd bench-ring
@@ -359,7 +351,6 @@ help-all: help
 	@echo 'make test-all   check with every program, provider and build: twice as long'
 	@echo 'make test-rdma  run the programs over real verbs, without a card'
 	@echo 'make mutants    break the programs: does a test notice?'
-	@echo 'make fuzz       send the servers messages that are wrong at random places'
 	@echo 'make bench-variants  what each of the things does that made 7_queue fast'
 	@echo 'make bench-file measure 9_file beside what this machine can do'
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'

@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 
 import pytest
 
@@ -116,34 +114,13 @@ def crashed_in_libfabric(process):
         subprocess.run(["dmesg"], check=False, text=True, capture_output=True).stdout)
 
 
-# When this machine stood still, as virtual ones sometimes do: the programs' limits of ten
-# seconds don't, so an honest client may then give up.
-STALLS = []
-
-
-def note_stalls():
-    """A thread that only sleeps should never be late by a second."""
-    while True:
-        began = time.time()
-        time.sleep(0.05)
-        if time.time() - began > 1:
-            STALLS.append((began, time.time()))
-
-
-threading.Thread(target=note_stalls, daemon=True).start()
-
-
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item, call):
-    """Over verbs, tells that crash from a failure of ours. If the machine stood still
-    meanwhile, a failure says so. What is static needs no more than the message."""
+    """Over verbs, tells that crash from a failure of ours. What is static needs no more
+    than the message."""
     report = (yield).get_result()
     if report.failed and item.get_closest_marker("static"):
         report.longrepr = str(call.excinfo.value) or call.excinfo.exconly()
-    seconds = [end - begin for begin, end in STALLS if end > call.start]
-    if report.failed and seconds:
-        report.sections.append(("this machine", "It stood still, or had far too much to "
-                                f"do, for {max(seconds):.1f} s at a time."))
     processes = getattr(item.funcargs.get("run"), "processes", []) \
         if hasattr(item, "funcargs") else []
     if report.failed and OVER_VERBS and any(map(crashed_in_libfabric, processes)):

@@ -1,5 +1,5 @@
-"""What tests, exercises and the fuzzer share: running servers and clients. It takes no
-pytest; the fixtures are in conftest.py."""
+"""What tests and exercises share: running servers and clients. The fixtures are in
+conftest.py. It takes no pytest, because others than tests need it."""
 
 import concurrent.futures
 import contextlib
@@ -128,10 +128,26 @@ class Process:
         self.reader.join(timeout)
         return self.popen.returncode
 
+    def cpu_seconds(self):
+        """How long it has had a core so far."""
+        with open(f"/proc/{self.popen.pid}/stat") as stat:
+            user, system = stat.read().rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def descriptors(self):
+        """How many it has open."""
+        return len(os.listdir(f"/proc/{self.popen.pid}/fd"))
 
     def warnings(self):
         """Those of our programs, without those that libfabric may print."""
         return re.findall(r"^(?:\[\d+\] )?warning: .*", self.output, re.M)
+
+
+def wait_until(condition, timeout=10):
+    end = time.monotonic() + timeout * TIME_FACTOR
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
 
 
 def owned_shm_files(pids, since=0.0):

@@ -9,12 +9,11 @@ each_provider = pytest.mark.parametrize("provider", PROVIDERS,
                                         ids=[p or "default" for p in PROVIDERS])
 
 
-def over(programs, *more):
+def over(programs):
     """For tests of what all programs share, letter for letter: each of them over
     libfabric's first choice, and two of them over shm as well."""
     pairs = [(program, "") for program in programs]
     pairs += [(program, "shm") for program in ("7_queue", "13_crowd") if program in programs]
-    pairs += more
     return pytest.mark.parametrize("program,provider", pairs, ids=[
         f"{program}-{provider or 'default'}" for program, provider in pairs])
 

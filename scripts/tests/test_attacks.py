@@ -14,7 +14,7 @@ import time
 import pytest
 
 from fakes import FakeClient, FakeServer, new_nonce
-from harness import TIME_FACTOR, Server
+from harness import TIME_FACTOR, Server, wait_until
 from marks import not_over_verbs
 from messages import BYE, WAIT, base, type_and_nonce
 from repository import variant
@@ -35,18 +35,6 @@ JUNK = b"Z" * 24
 @pytest.fixture
 def patient(run):
     return Server(run, PATIENT(), STRANGERS, "tcp")
-
-
-def wait_until(condition, timeout=10):
-    end = time.monotonic() + timeout * TIME_FACTOR
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
-
-
-def descriptors(server):
-    """How many a server has."""
-    return len(os.listdir(f"/proc/{server.process.popen.pid}/fd"))
 
 
 @contextlib.contextmanager
@@ -159,13 +147,13 @@ def test_invented_addresses_in_line(run, patient):
     addresses, nor the connections that it has made to them."""
     client = FakeClient(run, patient)
     places = take_places(client)
-    before = descriptors(patient)
+    before = patient.process.descriptors()
     client.peer(patient.address)
     with mute_host() as invented:
         connect_from(client, map(invented, range(WAITING)))
         later = patient.start_client(*SHORT)
         later.wait_for("^The server can't serve us yet: waiting$")
-        wait_until(lambda: descriptors(patient) < before + WAITING // 4, 30)
+        wait_until(lambda: patient.process.descriptors() < before + WAITING // 4, 30)
         for place in places:
             leave(client, place)
         assert later.wait() == 0, later.output
@@ -194,7 +182,7 @@ def test_full_and_filled(run, patient):
     take_places(FakeClient(run, patient))
     stranger = FakeClient(run, patient)
     before = patient.memory()
-    for _ in range(500):
+    for _ in range(200):
         stranger.send(bytes(65536), as_it_is=True)
     assert patient.memory() < before + 10_000
     patient.stop()
@@ -256,7 +244,7 @@ def test_idle_connections(serve):
             connection.setblocking(False)
             connection.connect_ex((host, port))
         server.check_client(*SHORT)
-        wait_until(lambda: descriptors(server) > CONNECTIONS, 60)
+        wait_until(lambda: server.process.descriptors() > CONNECTIONS, 60)
     server.stop()
 
 
@@ -266,7 +254,7 @@ def test_no_descriptor(serve):
     server = serve(STRANGERS)
     pid = server.process.popen.pid
     # One is for the connection over which the CONNECT comes.
-    used = descriptors(server) + 1
+    used = server.process.descriptors() + 1
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
     resource.prlimit(pid, resource.RLIMIT_NOFILE, (used, before[1]))
     client = server.start_client(*SHORT)
@@ -276,8 +264,8 @@ def test_no_descriptor(serve):
     server.stop()
 
 
-LITTLE = "kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"
-IMPATIENT = variant(STRANGERS, LITTLE, ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
+IMPATIENT = variant(STRANGERS, ("kMaxTransfer = 512 << 20", "kMaxTransfer = 4 << 20"),
+                    ("kSilenceLimit = 10s", "kSilenceLimit = 3s"))
 
 
 @pytest.mark.long
@@ -305,16 +293,13 @@ def test_waiting_is_not_silence(run):
     server.stop()
 
 
-LITTLE_MEMORY = variant(STRANGERS, LITTLE)
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("provider", ["tcp", "shm"])
 def test_killed_while_it_waits_for_memory(run, provider):
     """A client that waits because others have the memory need say nothing. One that has
     died is given up all the same: because it does not take what the server sends or, over
     shm, which sends to the dead, in its turn. The next one gets its memory."""
-    server = Server(run, LITTLE_MEMORY(), STRANGERS, provider)
+    server = Server(run, IMPATIENT(), STRANGERS, provider)
     pages = "65536", "64"
     first = server.start_client(*pages, "1000000")
     server.process.wait_for(r"^\[1\] .*WRITE: ")
@@ -338,6 +323,7 @@ SHORT_LINE = variant(STRANGERS, PATIENT_CHECK, ("kMaxWaiting = 1000", "kMaxWaiti
 
 
 @pytest.mark.long
+@pytest.mark.thorough
 def test_long_line(run):
     """Of those who come together, only so many stand in line. The others hear nothing."""
     server = Server(run, SHORT_LINE(), STRANGERS, "tcp")

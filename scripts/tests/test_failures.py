@@ -15,11 +15,10 @@ import time
 
 import pytest
 
-from fakes import CrowdGuest, FakeClient, FakeServer
+from fakes import CrowdGuest, FakeClient
 from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      owned_shm_files)
 from marks import ends_in_a_rendezvous, not_over_verbs, over, two_providers
-from messages import PROGRESS, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
 
@@ -29,8 +28,7 @@ KILLS = int(os.environ.get("KILLS", "3"))
 
 @pytest.mark.builds("sanitized")  # it takes long
 @ends_in_a_rendezvous
-@over([p for p in PROGRAMS if not TABLE[p].killed_in],
-      *(("7_queue", provider) for provider in PROVIDERS if provider not in ("", "shm")))
+@over([p for p in PROGRAMS if not TABLE[p].killed_in])
 def test_killed_clients(serve, program, provider):
     """Clients that are killed at any moment. They cost the others nothing, two of
     which are there at any time, and the next one gets its data. The programs that are
@@ -63,7 +61,7 @@ def reserve_port(server):
 
 
 @pytest.mark.builds("sanitized")  # it takes long
-@pytest.mark.parametrize("program", ["4_hello", "7_queue", "11_rails", "14_strangers"])
+@pytest.mark.parametrize("program", ["4_hello", "7_queue", "14_strangers"])
 def test_server_gone(serve, run, build, program):
     """A client whose server has gone, or never was there, says so."""
     servers = [serve(program, provider) for provider in PROVIDERS
@@ -86,22 +84,6 @@ def test_server_gone(serve, run, build, program):
     for port in reserved:
         if port:
             port.close()
-
-
-@pytest.mark.builds("sanitized")  # it takes long
-@pytest.mark.parametrize("provider", [p for p in PROVIDERS if p != "shm"])
-@pytest.mark.thorough
-def test_server_killed_during_work(serve, provider):
-    """Not through shm, where libfabric 1.17 may never return: the server may
-    have held a lock that lies in memory of both."""
-    server = serve("7_queue", provider)
-    client = server.start_client(*server.entry.long)
-    client.wait_for("Sent RandomFill")
-    time.sleep(random.uniform(0, 0.5))
-    server.process.signal(signal.SIGKILL)
-    killed = time.monotonic()
-    assert client.wait(30) == 1 and "error: " in client.output
-    assert time.monotonic() - killed < 15
 
 
 @not_over_verbs("under that limit, no client gets through to the server")
@@ -215,28 +197,19 @@ def catches(pid, signum):
 
 @pytest.mark.builds("plain")
 @two_providers
-@pytest.mark.parametrize("program,args,started", [
-    *((program, TABLE[program].long, "Sent RandomFill")
-      for program in ("7_queue", "11_rails", "14_strangers")),
-    ("8_malloc", ["400"], "Borrowed")])
-def test_client_signals_at_work(serve, program, args, started, provider):
+@pytest.mark.parametrize("program", ["7_queue", "14_strangers"])
+def test_client_signals_at_work(serve, program, provider):
     """Interrupted in the middle of its work, a client leaves nothing in /dev/shm. One of the
     former server says BYE, so that the server is rid of it long before its silence of
     10 s would mean something."""
     server = serve(program, provider, **LIBFABRIC_LEAKS)
     for signum in signal.SIGINT, signal.SIGTERM:
-        # The work of 8_malloc takes 0.3 s, so the signal may come too late: not each time.
-        for _ in range(10 if program == "8_malloc" else 1):
-            already = len(server.process.lines)
-            client = server.start_client(*args)
-            client.wait_for(started)
-            if program != "8_malloc":
-                server.process.wait_for("Received RandomFill", after=already)
-            time.sleep(random.uniform(0, 0.1))
-            client.signal(signum)
-            if client.wait() != 0:
-                break
-        assert client.popen.returncode == 1, client.output
+        already = len(server.process.lines)
+        client = server.start_client(*TABLE["7_queue"].long)
+        server.process.wait_for("Received RandomFill", after=already)
+        time.sleep(random.uniform(0, 0.1))
+        client.signal(signum)
+        assert client.wait() == 1, client.output
         assert client.output.endswith("error: interrupted\n")
         assert not owned_shm_files([client.popen.pid], client.born)
         server.process.wait_for(r"^\[\d+\] (Done|error)", after=already)
@@ -294,23 +267,6 @@ def test_addresses_of_nobody(run, serve):
 
 
 @pytest.mark.builds("plain")
-def test_interrupted_while_it_hears(run):
-    """A signal ends a client also while the server has something to say all the time."""
-    server = FakeServer(run, BUILD, "7_queue")
-    server.receive()
-    time.sleep(0.6)
-    for count in range(30):
-        if server.client.popen.poll() is not None:
-            break
-        server.process.write("send " + plain(PROGRESS).hex())
-        if count == 5:
-            server.client.signal(signal.SIGINT)
-        time.sleep(0.1)
-    assert server.client.popen.poll() == 1, server.client.output
-    assert server.client.output.endswith("error: interrupted\n")
-
-
-@pytest.mark.builds("plain")
 @over(PROGRAMS)
 def test_nobody_reads(serve, program, provider):
     """A server whose lines go to a process that has ended, as `head` does: that is a signal
@@ -321,38 +277,32 @@ def test_nobody_reads(serve, program, provider):
     client = server.start_client()
     assert server.process.wait() == 0, server.process.output
     assert not owned_shm_files([server.process.popen.pid], server.process.born)
-    # Over shm, libfabric 1.17 may crash where the other side goes that early.
-    assert client.wait() in (0, 1) or provider == "shm"
+    client.signal(signal.SIGKILL)  # what it says: test_server_gone
 
 
-def ticks(server):
-    """How long it has had a core so far."""
-    with open(f"/proc/{server.process.popen.pid}/stat") as stat:
-        fields = stat.read().rsplit(")", 1)[1].split()
-    return int(fields[11]) + int(fields[12])
+def busy(servers):
+    """Those that take more than 5 % of a core for three seconds."""
+    if not servers:
+        return []
+    before, started = [server.process.cpu_seconds() for server in servers], time.monotonic()
+    time.sleep(3)
+    limit = 0.05 * (time.monotonic() - started)
+    return [server for server, earlier in zip(servers, before)
+            if server.process.cpu_seconds() - earlier >= limit]
 
 
 @pytest.mark.builds("plain")
 def test_idle(serve):
-    """Servers that wait take less than 5 % of a core."""
-    pool = concurrent.futures.ThreadPoolExecutor(8)
-    servers = list(pool.map(lambda which: serve(*which), [
-        (program, provider) for program in (PROGRAMS if ALL else EXAMPLES)
-        for provider in PROVIDERS if provider not in TABLE[program].refused_by]))
-
-    # On a busy machine, the first seconds may still be about the start.
-    busy = servers
-    for _ in range(3):
+    """Servers that wait take next to nothing."""
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        servers = list(pool.map(lambda which: serve(*which), [
+            (program, provider) for program in (PROGRAMS if ALL else EXAMPLES)
+            for provider in PROVIDERS if provider not in TABLE[program].refused_by]))
+        # On a busy machine, the first seconds may still be about the start.
         time.sleep(1)
-        before = [ticks(server) for server in busy]
-        started = time.monotonic()
-        time.sleep(3)
-        limit = 0.05 * (time.monotonic() - started) * os.sysconf("SC_CLK_TCK")
-        busy = [server for server, earlier in zip(busy, before)
-                if ticks(server) - earlier >= limit]
-    assert not busy, [(server.program, server.provider) for server in busy]
-    list(pool.map(Server.stop, servers))
-    pool.shutdown()
+        found = busy(busy(busy(servers)))
+        assert not found, [(server.program, server.provider) for server in found]
+        list(pool.map(Server.stop, servers))
 
 
 @pytest.mark.builds("plain")
@@ -366,11 +316,8 @@ def test_idle_in_a_session(run, serve, provider):
         if server.entry.bad_sessions:
             FakeClient(run, server).open_session()
     time.sleep(1)
-    before, started = list(map(ticks, servers)), time.monotonic()
-    time.sleep(3)
-    limit = 0.05 * (time.monotonic() - started) * os.sysconf("SC_CLK_TCK")
-    for server, earlier in zip(servers, before):
-        assert ticks(server) - earlier < limit, server.program
+    assert [server.program for server in busy(servers)] == []
+    for server in servers:
         server.stop()
 
 
@@ -429,6 +376,7 @@ def test_help(build, program):
     assert not done.stderr
 
 
+@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_gpu(build, program):
     """Who asks for a GPU where there is none, or without CUDA, gets an error before anything

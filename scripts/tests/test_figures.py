@@ -54,44 +54,6 @@ def test_by_hand(name):
             assert role in style.ROLES or f"\n.{role} " in style.SHEET, role
 
 
-# Thousandths of the font's size, of Helvetica; 556 for any other letter.
-WIDTHS = {letter: width for width, letters in {
-    191: "'", 222: "ijl", 278: " !,./:;I[]ft", 333: "()-r", 500: "ckszvxyJ", 611: "FTZ",
-    667: "ABEKPSVXY&", 722: "CDHNRUw", 778: "GOQ", 833: "mM", 944: "W"}.items()
-    for letter in letters}
-
-
-def places_of_texts(root):
-    """Each text of a figure, with its left, upper, right and lower edge."""
-    for element in root.iter(f"{SVG}text"):
-        classes = element.get("class", "").split()
-        size = 14 if {"small", "badge"} & set(classes) else 16
-        words = "".join(element.itertext())
-        width = size * sum(WIDTHS.get(letter, 556) for letter in words) / 1000
-        if element.text and {"bold", "badge"} & set(classes):
-            width *= 1.1
-        x, y = float(element.get("x")), float(element.get("y"))
-        if {"middle", "badge"} & set(classes):
-            x -= width / 2
-        elif "end" in classes:
-            x -= width
-        yield words, x, y - 0.75 * size, x + width, y + 0.2 * size
-
-
-@pytest.mark.parametrize("name", BY_HAND)
-def test_texts(name):
-    """No text leaves the figure, and none covers another one."""
-    root = xml.etree.ElementTree.parse(f"{ROOT}/chapters/{name}").getroot()
-    texts = list(places_of_texts(root))
-    for words, left, upper, right, lower in texts:
-        assert 0 < left and right < float(root.get("width")), words
-        assert 0 < upper and lower < float(root.get("height")), words
-    for at, (words, left, upper, right, lower) in enumerate(texts):
-        for other, *edges in texts[:at]:
-            assert (right < edges[0] or edges[2] < left or lower < edges[1]
-                    or edges[3] < upper), (words, other)
-
-
 def test_owners():
     """Each chapter from 4 on has the figure that scripts/book/owner.py draws. Whoever
     sleeps (12) owns what he owned before."""

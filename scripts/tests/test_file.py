@@ -9,7 +9,6 @@ import random
 import re
 import resource
 import signal
-import subprocess
 import time
 
 import pytest
@@ -103,23 +102,6 @@ def test_sizes(serve, provider):
     for i in range(0, len(CASES), count):
         check_all(server, [server.start_client(str(size), str(slots))
                            for size, slots in CASES[i:i + count]])
-    server.stop()
-
-
-@pytest.mark.builds("plain")
-def test_attributes(serve):
-    """The file is its owner's, and as readable as any other new file. The name may
-    have anything in it that harms nobody."""
-    server = serve("9_file")
-    folder = server.run.new_folder()
-    for number, name in enumerate(["x" * 250, " *\\", "-rf", "grüße %s%n", "a.part"]):
-        write_source(f"{folder}/{name}", 1000, number)
-        client = server.start_client(f"{folder}/{name}")
-        client.source = f"{folder}/{name}"
-        assert client.wait() == 0, client.output
-        assert os.stat(f"{server.folder}/{name}").st_mode == os.stat(client.source).st_mode
-        server.check_file(client)
-    assert not os.listdir(server.folder)
     server.stop()
 
 
@@ -261,45 +243,6 @@ def test_source_shrinks(serve, waiting_disk):
     server.process.wait_for(r"^\[1\] Done")
     check_empty(server)
     server.check_client("1")
-    server.stop()
-
-
-@pytest.fixture
-def own_mounts():
-    """A command that runs a shell script with mounts of its own, which end with
-    it."""
-    command = ["unshare", "--mount", "sh", "-ec"]
-    script = "mount -t tmpfs -o size=1m none /mnt"
-    try:
-        done = subprocess.run([*command, script], check=False, text=True,
-                              capture_output=True)
-    except OSError as error:
-        pytest.skip(str(error))
-    if done.returncode != 0:
-        pytest.skip(f"mounting is not permitted: {done.stderr.strip()}")
-    return command
-
-
-@pytest.mark.builds("sanitized")
-@pytest.mark.parametrize("mount,size,error", [
-    ('mount -t tmpfs -o size=6m none "$1"', 20 * MIB,
-     "cannot write .*: No space left on device"),
-    ('mount --bind "$1" "$1"; mount -o remount,bind,ro "$1"', 1,
-     "cannot open .*: Read-only file system"),
-], ids=["full", "read-only"])
-def test_disk_full(serve, own_mounts, mount, size, error):
-    """Both sides say so, nothing is left, and what fits is saved afterwards."""
-    server = serve("9_file", wrapper=[
-        *own_mounts, mount + '; exec "$0" "$1"'])
-    # Only the server sees this disk.
-    server.folder = f"/proc/{server.process.popen.pid}/root{server.folder}"
-    client = server.start_client(str(size))
-    check_failure(client, "the server: " + error)
-    server.process.wait_for(r"^\[1\] error: " + error)
-    check_empty(server)
-    assert len(server.errors()) == 1
-    if size > 1:
-        server.check_client(str(5 * MIB))
     server.stop()
 
 
@@ -534,28 +477,6 @@ def test_bad_answers(run, build):
 
 
 # ---- Several at once ----
-
-@pytest.mark.builds("sanitized")
-def test_same_name(serve, run):
-    """Of two files with the same name, one gets it. The other sender hears that it
-    exists."""
-    server = serve("9_file", SLOW_DISK_MS="50")
-    sources = [run.new_folder() + "/file" for _ in range(3)]
-    for number, source in enumerate(sources):
-        write_source(source, 5 * MIB, number)
-    clients = [server.start_client(source) for source in sources]
-    status = [client.wait() for client in clients]
-    assert sorted(status) == [0, 1, 1]
-    for client in clients:
-        if client.popen.returncode == 0:
-            client.source = sources[clients.index(client)]
-            server.check_file(client)
-        else:
-            check_failure(client, "the server: .*(exists already|File exists)")
-    assert not os.listdir(server.folder)
-    assert len(server.errors()) == 2
-    server.stop()
-
 
 # ---- Processes that go ----
 

@@ -7,18 +7,14 @@ import re
 import signal
 import socket
 import subprocess
-import time
 
 import pytest
 
-from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, First, nobody_at
-from marks import two_providers
+from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, First, nobody_at
+from marks import each_provider, two_providers
 from repository import ROOT
-from table import WRONG_ADDRESSES
 
 PROGRAM = "2_first"
-all_providers = pytest.mark.parametrize(
-    "provider", PROVIDERS, ids=[provider or "default" for provider in PROVIDERS])
 # For a client that nobody answers. 4_hello gives up after 10.
 SILENT = 4  # seconds
 
@@ -34,7 +30,7 @@ def first(run, build):
     return lambda provider="", **env: First(run, build, PROGRAM, provider, **env)
 
 
-@all_providers
+@each_provider
 def test_one_message(first, provider):
     """Of any length, also of none. What is longer than the buffer is cut."""
     for text in "Hello, world!", "", "x", "x" * 20000, "x" * 65536:
@@ -52,22 +48,7 @@ def test_one_message(first, provider):
 
 
 @pytest.mark.builds("plain")
-@all_providers
-def test_wrong_addresses(run, build, provider):
-    """It looks at none, so its provider refuses them, or nobody answers."""
-    clients = [run([f"{build}/{PROGRAM}", *address], provider)
-               for address in WRONG_ADDRESSES.values()]
-    time.sleep(0.7)
-    for client in clients:
-        if client.popen.poll() is None:
-            end(client)
-        else:
-            assert client.wait() == 1, client.output
-            assert re.search("^error: fi_(av_insert|send|cq_read): ", client.output, re.M)
-
-
-@pytest.mark.builds("plain")
-@all_providers
+@each_provider
 def test_nobody_there(first, provider):
     """A client whose server has ended is silent. Only sockets says something."""
     server = first(provider)
@@ -86,7 +67,7 @@ def test_nobody_there(first, provider):
 
 
 @pytest.mark.builds("plain")
-@all_providers
+@each_provider
 def test_two_messages(first, provider):
     """One is printed. The client of the other one may say that it was sent, stand still,
     or end with an error. (libfabric itself leaks where a connection breaks while it is

@@ -13,6 +13,7 @@ import pytest
 
 from fakes import FakeClient, FakeServer
 from harness import BUILD, LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR
+from marks import two_providers
 from messages import BYE, JOIN, TABLE_ALIVE, TABLE_REPLY, plain
 from repository import ROOT
 
@@ -23,10 +24,6 @@ CLIENTS_AT_A_TIME = 8
 KILLS = int(os.environ.get("KILLS", "3"))
 # How much each of four clients changes. COUNT=100000 takes many minutes.
 COUNT = int(os.environ.get("COUNT", "200"))
-
-two_providers = pytest.mark.parametrize("provider", ["", "shm"],
-                                        ids=["default", "shm"])
-
 
 def check_left(server, rounds=1):
     """Waits until the server has had no client for that many times. Returns what it
@@ -86,28 +83,6 @@ def test_stopped_server(serve, provider):
     server.process.signal(signal.SIGCONT)
     assert client.wait() == 0, client.output
     check_left(server)
-    server.stop()
-
-
-@pytest.mark.long
-@pytest.mark.builds("plain")
-@pytest.mark.thorough
-def test_stopped_in_the_log(serve):
-    """A client that stands still there holds nobody up. Killed, it leaves one hole at
-    most: the place for which it had a ticket."""
-    server = serve("10_lock", **LIBFABRIC_LEAKS)
-    client = server.start_client("20000")
-    client.wait_for("20000 messages and their answers:", 300)
-    time.sleep(random.uniform(0.1, 0.5))
-    client.signal(signal.SIGSTOP)
-    other = server.start_client()
-    assert other.wait() == 0, other.output
-    assert "Data is correct." in other.output and turns(other) == [0, 0]
-    client.signal(signal.SIGKILL)
-    client.wait()
-    entries, holes, changes = check_left(server)
-    assert entries > 1000 and changes == 1000
-    assert holes <= 1
     server.stop()
 
 
@@ -338,21 +313,6 @@ def test_bad_replies(run, build, reply):
     server.send(plain(TABLE_REPLY) + reply)
     assert server.client.wait(30) == 1
     assert re.search(r"error: bad message: ", server.client.output)
-
-
-@pytest.mark.builds("sanitized")
-def test_far_back_in_the_queue(run, serve):
-    """However many tickets a server says are before it, a client looks again soon, and
-    obeys Ctrl-C."""
-    server = serve("10_lock", "shm")
-    vandal = Vandal(run, server)
-    vandal.command(f"overwrite {vandal.addr + LOCK_TICKETS} {vandal.key}", "written")
-    client = server.start_client("1")
-    client.wait_for("FETCH-AND-ADD and WRITE")
-    time.sleep(1)
-    client.signal(signal.SIGINT)
-    assert client.wait() == 1, client.output
-    server.stop()
 
 
 # ---- Networks that are not here: see reorder.cpp ----

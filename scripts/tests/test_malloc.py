@@ -58,32 +58,6 @@ def test_allocator(build):
 
 @pytest.mark.builds("sanitized")
 @two_providers
-def test_pieces(run, serve, provider):
-    """Where pieces of two clients lie, and what becomes of them."""
-    server = serve("8_malloc", provider)
-    one, two = Borrower(run, server), Borrower(run, server)
-    sizes = [1, 63, 64, 65, 4096, 1 << 20, 100 << 20, 1000003]
-    pieces = {client.borrow(size): client for size in sizes for client in (one, two)}
-    start = min(piece.addr for piece in pieces)
-    end = start
-    for piece in sorted(pieces):
-        assert piece.addr >= end and (piece.addr - start) % ALIGN == 0
-        end = piece.addr + piece.size
-    assert end - start <= POOL
-    lent = sum((size + ALIGN - 1) // ALIGN * ALIGN for size in sizes)
-    # One goes with what it has, the other one gives its pieces back.
-    assert one.leave().startswith(f"The pool lends {lent} bytes in {len(sizes)} ")
-    for piece, client in pieces.items():
-        if client is two:
-            two.give_back(piece)
-    two.borrow(POOL)
-    assert two.leave() == WHOLE
-    assert not server.errors()
-    server.stop()
-
-
-@pytest.mark.builds("sanitized")
-@two_providers
 def test_refusals(run, serve, provider):
     """Requests that cannot be met have an answer that says why, and change
     nothing: not what their client has, nor what others have."""
@@ -198,17 +172,6 @@ def check_failed(server, client, error):
     assert client.wait() == 1, client.output
     assert client.output.endswith(f"\nerror: {error}\n")
     check_whole(server)
-
-
-@pytest.mark.builds("plain")
-@pytest.mark.long
-def test_too_much(serve):
-    """A client that wants more than there is. Others can have the memory again."""
-    server = serve("8_malloc", "shm")
-    check_failed(server, server.start_client("2000"),
-                 "the server refuses: the pool has no piece of this size left")
-    server.check_client("400")
-    server.stop()
 
 
 @pytest.mark.builds("sanitized")

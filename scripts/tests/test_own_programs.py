@@ -11,11 +11,8 @@ import sys
 import pytest
 
 import chapters
-import fuzz
 from harness import BUILD, PROGRAMS, address_of
-from repository import (ROOT, build_source, parent, patched, programs, variant)
-from table import TABLE
-from test_tools import what_is_missing
+from repository import ROOT, build_source, patched, programs, variant
 
 MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
 HALF_DONE = "int main() {  \n  fi_something(;\n"
@@ -24,61 +21,32 @@ OWN = {"mine": "// Based on 7_queue.\n" + MINE, "another": MINE,
        "7": "// Based on nothing.\n<<<<<<< HEAD\n"}
 
 
-@pytest.fixture(scope="module")
-def copy(tmp_path_factory):
-    """The repository with programs of one's own."""
-    folder = tmp_path_factory.mktemp("own") / "copy"
-    folder.mkdir()
-    for name in "Makefile", "README.md", ".clang-format":
-        shutil.copy(f"{ROOT}/{name}", folder)
+def test_beside_the_others(tmp_path):
+    """Each is built, by its name, and compared with what it is based on; a number is that of a
+    program of the tutorial. The tests, the book and the tools see those alone."""
+    for name in "Makefile", "README.md":
+        shutil.copy(f"{ROOT}/{name}", tmp_path)
     for name in "src", "scripts", "chapters":
-        shutil.copytree(f"{ROOT}/{name}", folder / name, symlinks=True)
+        shutil.copytree(f"{ROOT}/{name}", tmp_path / name, symlinks=True)
     for name, text in OWN.items():
-        (folder / f"src/{name}.cpp").write_text(text)
-    return folder
+        (tmp_path / f"src/{name}.cpp").write_text(text)
 
+    def make(*arguments):
+        done = subprocess.run(["make", *arguments], cwd=tmp_path, check=False, text=True,
+                              capture_output=True, env={**os.environ, "CUDA_HOME": ""})
+        return done.stdout if done.returncode == 0 else f"failed: {done.stderr}"
 
-def make(copy, *arguments):
-    return subprocess.run(["make", *arguments], cwd=copy, check=False, text=True,
-                          capture_output=True, env={**os.environ, "CUDA_HOME": ""})
-
-
-def test_make(copy):
-    """It is built, by its name, as those of the tutorial are. So is another one that is
-    based on nothing."""
     for name in "mine", "another":
-        done = make(copy, name)
-        assert done.returncode == 0, done.stderr
-        assert subprocess.run([copy / "build" / name], check=True, text=True,
+        make(name)
+        assert subprocess.run([tmp_path / "build" / name], check=True, text=True,
                               capture_output=True).stdout == "mine\n"
-    plan = make(copy, "-n")
-    for name in *OWN, *PROGRAMS:
-        assert f"src/{name}.cpp" in plan.stdout or name in ("mine", "another")
-
-
-def test_diff(copy):
-    """To what it is based on. A number is that of a program of the tutorial."""
-    done = make(copy, "diff-mine")
-    assert done.returncode == 0 and "+++ b/src/mine.cpp\n" in done.stdout
-    assert "--- a/src/7_queue.cpp\n" in done.stdout
-    assert "+++ b/src/7_queue.cpp\n" in make(copy, "diff-7").stdout
-    done = make(copy, "diff-another")
-    assert done.returncode != 0
-    assert "src/another.cpp names no parent" in done.stderr
-    for name in PROGRAMS:
-        assert parent(name, copy) == parent(name)
-
-
-def test_tests_and_book(copy):
-    """They build, read and check the programs of the tutorial."""
-    assert programs(copy) == programs()
-    assert what_is_missing(copy, TABLE, fuzz.SESSIONS) == what_is_missing(
-        ROOT, TABLE, fuzz.SESSIONS)
-    assert list(chapters.pages_of_programs(copy)) == list(chapters.pages_of_programs(ROOT))
-    plan = make(copy, "-n", "all", "OWN=")
-    assert plan.returncode == 0, plan.stderr
-    assert "src/7_queue.cpp" in plan.stdout
-    assert not [name for name in OWN if f"src/{name}.cpp" in plan.stdout]
+    assert "--- a/src/7_queue.cpp\n+++ b/src/mine.cpp\n" in make("diff-mine")
+    assert "+++ b/src/7_queue.cpp\n" in make("diff-7")
+    assert re.match("failed: .*src/another.cpp names no parent", make("diff-another"))
+    assert programs(tmp_path) == programs() and "src/2nd-try.cpp" in make("-n")
+    assert [*chapters.pages_of_programs(tmp_path)] == [*chapters.pages_of_programs(ROOT)]
+    plan = make("-n", "all", "OWN=")
+    assert "src/7_queue.cpp" in plan and not any(f"src/{name}.cpp" in plan for name in OWN)
 
 
 # ---- Programs that a page has the reader make: scripts/own ----

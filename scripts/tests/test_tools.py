@@ -16,14 +16,13 @@ import time
 import pytest
 
 import chapters
-import fuzz
 import moves
 import mutants
 import repository
 from harness import PROGRAMS
 from marks import nothing_wrong
 from repository import ROOT, make, number, numbered, parent, programs
-from table import TABLE, WITHOUT_ENTRY, Entry
+from table import TABLE, WITHOUT_ENTRY
 
 # Chapter 4 breaks 2_first, which breaks more easily. A move of the others goes wrong.
 # 2_verbs is broken by what is typed.
@@ -225,110 +224,37 @@ def test_step(tmp_path, program):
             f"{removed} of the {total} lines of {before} removed")
 
 
-def what_is_missing(root, table, sessions):
-    """What programs lack, and what there is for programs that do not exist, one
-    message each. The table is that of table.py, the sessions are those of fuzz.py."""
-    there = programs(root)
+def what_is_missing():
+    """What programs lack, and what there is for programs that do not exist, one message
+    each."""
+    there = programs()
     tested = [program for program in there if program not in WITHOUT_ENTRY]
-    messages = []
-
-    def each(names, path, needed):
-        """For each of the programs its own, and nothing else."""
-        messages.extend(f"{path(program)} is missing: {program} needs it"
-                        for program in needed if program not in names)
-        messages.extend(f"{path(name)}: there is no src/{name}.cpp"
-                        for name in names if name not in there)
-
-    numbers = [number(program) for program in tested]
-    messages += [f"src/: two programs have the number {n}"
-                 for n in sorted(set(numbers)) if numbers.count(n) > 1]
-    each(chapters.pages_of_programs(root), "chapters/{}.md".format, there)
-    each(numbered(f"{root}/scripts/exercises", ".patch"),
-         "scripts/exercises/{}.patch".format, tested)
-    each([name for name in numbered(f"{root}/scripts/breaks", ".patch")
-          if "." not in name],
-         "scripts/breaks/{}.patch".format,
-         [program for program in there if program not in NOT_BROKEN])
-    fields = ", ".join(name for name in Entry._fields
-                       if name not in Entry._field_defaults)
-    messages += [f"TABLE[{program!r}] in scripts/tests/table.py is missing: no test "
-                 f"runs {program} without an Entry; it needs at least: {fields}"
-                 for program in tested if program not in table]
-    messages += [f"TABLE[{name!r}] in scripts/tests/table.py: there is no "
-                 f"src/{name}.cpp" for name in table if name not in there]
-    messages += [f"SESSIONS[{name!r}] in scripts/tests/fuzz.py is missing: {name} "
-                 "needs it" for name in table
-                 if table[name].bad_sessions and name not in sessions]
-    messages += [f"SESSIONS[{name!r}] in scripts/tests/fuzz.py: no such program has "
-                 "sessions" for name in sessions
-                 if name not in table or not table[name].bad_sessions]
-    exercises = [name.removeprefix("exercise_") for name in
-                 numbered(f"{root}/scripts/exercises", ".py")
-                 if name.startswith("exercise_")]
-    messages += [f"scripts/exercises/exercise_{n}.py is missing: its program needs it"
-                 for n in map(number, tested) if str(n) not in exercises]
-    messages += [f"scripts/exercises/exercise_{n}.py: no program has this number"
-                 for n in exercises if int(n) not in map(number, there)]
-    return messages
+    exercises = f"{ROOT}/scripts/exercises"
+    breaks = [name for name in numbered(f"{ROOT}/scripts/breaks", ".patch") if "." not in name]
+    checks = [name.removeprefix("exercise_") for name in numbered(exercises, ".py")
+              if name.startswith("exercise_")]
+    numbers = {str(number(program)): program for program in there}
+    yield from (f"src/: {program} has the number of another program" for program in tested
+                if numbers[str(number(program))] != program)
+    for names, path, needed in [
+            (chapters.pages_of_programs(ROOT), "chapters/{}.md", there),
+            (numbered(exercises, ".patch"), "scripts/exercises/{}.patch", tested),
+            (breaks, "scripts/breaks/{}.patch",
+             [program for program in there if program not in NOT_BROKEN]),
+            (TABLE, "TABLE[{!r}] in scripts/tests/table.py", tested),
+            ([numbers.get(name, name) for name in checks], "scripts/exercises/exercise_… of {}",
+             tested)]:
+        yield from (f"{path.format(program)} is missing" for program in needed
+                    if program not in names)
+        yield from (f"{path.format(name)}: there is no such program" for name in names
+                    if name not in there)
 
 
 @pytest.mark.static
 def test_every_program_has_everything():
     """The tests find programs in src/. This tells what one still lacks, and the
     others do without what it lacks."""
-    nothing_wrong(what_is_missing(ROOT, TABLE, fuzz.SESSIONS))
-
-
-def test_finds_what_is_missing(tmp_path):
-    """A new program that has nothing yet."""
-    for name in ["src/10_lock.cpp", "chapters/3_before.md", "scripts/exercises/run.sh",
-                 "scripts/breaks/run.sh"]:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert what_is_missing(tmp_path, {}, {}) == [
-        "chapters/10_lock.md is missing: 10_lock needs it",
-        "scripts/exercises/10_lock.patch is missing: 10_lock needs it",
-        "scripts/breaks/10_lock.patch is missing: 10_lock needs it",
-        "TABLE['10_lock'] in scripts/tests/table.py is missing: no test runs 10_lock "
-        "without an Entry; it needs at least: success, long, wrong, sizes",
-        "scripts/exercises/exercise_10.py is missing: its program needs it"]
-
-
-WARNING_TEST = '''
-import pytest
-
-@pytest.mark.parametrize("said", ["warning: a", "[1] warning: b", "no warning: c"])
-@pytest.mark.may_warn("a", "tcp;ofi_rxm", "sh")
-def test_said(run, said):
-    run(["sh", "-c", "echo 'domain: lo, fabric: f, provider: tcp;ofi_rxm'; "
-         f"echo '{said}'; exec sleep 60"]).wait_for("[a-z]$", count=2)
-'''
-
-
-def test_warnings_are_failures(tmp_path):
-    """Those of our programs, unless a test says that there may be one."""
-    (tmp_path / "conftest.py").symlink_to(f"{ROOT}/scripts/tests/conftest.py")
-    (tmp_path / "test_warnings.py").write_text(WARNING_TEST)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-rE", "-p", "no:cacheprovider",
-         tmp_path], cwd=tmp_path, check=False, text=True, capture_output=True,
-        env={**os.environ, "COLUMNS": "500", "ALL": "1"})
-    assert done.stdout.splitlines()[-1].startswith("3 passed, 1 error in"), done.stdout
-    assert re.findall(r"^ERROR .*::(.*) - ", done.stdout, re.M) == ["test_said[[1] warning: b]"]
-
-
-def test_fewer_tests():
-    """Without ALL, a test still runs with each program, each provider and each build."""
-    def names(test, **env):
-        output = subprocess.run(
-            [sys.executable, "-m", "pytest", "-q", "--collect-only",
-             f"scripts/tests/test_programs.py::{test}"], cwd=ROOT, text=True,
-            check=False, capture_output=True, env={**os.environ, "ALL": "0", **env}).stdout
-        return re.findall(rf"::{test}\[([^-]*)-([^-]*)-?(.*)\]$", output, re.M)
-
-    every, some = names("test_data", ALL="1"), names("test_data")
-    assert set(some) < set(every) and len(some) <= len(every) / 2
-    assert [set(left) for left in zip(*some)] == [set(values) for values in zip(*every)]
+    nothing_wrong(list(what_is_missing()))
 
 
 @pytest.mark.static

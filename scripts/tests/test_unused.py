@@ -27,21 +27,3 @@ def unused(source):
 @pytest.mark.every_program
 def test_program(program):
     assert unused(read_source(program)) == []
-
-
-@pytest.mark.static
-def test_finds():
-    assert unused("""\
-constexpr int kBound = 3;  // kBound
-enum class Kind {
-  kFirst = 1,
-};
-struct Client {
-  int numbers[kBound] = {};
-  std::vector<int> more;
-  int Sum(int n) const {
-    return n;
-  }
-};
-int main() { return Client().numbers[0] == int(Kind::kFirst); }
-""") == ["Sum", "more"]

@@ -13,8 +13,8 @@ import time
 import pytest
 
 import moves
-from harness import (BUILD, OVER_VERBS, PROVIDERS, TIME_FACTOR, First, Server, is_here,
-                     owned_shm_files, shares, write_source)
+from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here, owned_shm_files,
+                     shares, wait_until, write_source)
 from repository import QUICKLY, ROOT, build_moves, make, variant
 
 LONG = "x" * 65528
@@ -307,7 +307,8 @@ def test_no_word(walk):
     assert server.start_client("4", "1").wait() == 0
 
 
-@pytest.mark.parametrize("word", ["measure", "queue", "flight"])
+@pytest.mark.parametrize("word", [
+    pytest.param("measure", marks=pytest.mark.thorough), "queue", "flight"])
 @over_tcp
 @after(7, "measure queue flight awake")
 def test_silent(walk, word):
@@ -340,6 +341,7 @@ def test_asleep(walk):
 
 @pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
 @after(6, "gpu flush")
+@pytest.mark.thorough
 def test_gpu(run, tmp_path):
     """The copy has to end before the WRITE, and what has come has to be flushed. The
     stand-ins have a GPU, and an adapter for it."""
@@ -527,6 +529,7 @@ def test_slow_rail(network, walk_rails):
 
 
 @over_tcp
+@pytest.mark.thorough
 @pytest.mark.builds("plain")
 def test_number_of_one_rail(run, network, tmp_path):
     """The number comes before the pages on another rail, if it waits for those on its own
@@ -584,6 +587,7 @@ def test_cable(network, walk_rails):
 
 
 @over_tcp
+@pytest.mark.thorough
 @pytest.mark.builds("plain")
 def test_late_bytes(run, network, walk_rails, tmp_path):
     """What a rail that was given up has left in the kernel's queue arrives after the
@@ -664,17 +668,6 @@ def attack(run):
     """Starts an attack of scripts/stranger: attack("greet", server.address)."""
     return lambda *args: run([f"{ROOT}/scripts/stranger", *map(str, args)],
                              BUILD=f"{ROOT}/{BUILD}", CXXFLAGS="-O0")
-
-
-def descriptors(server):
-    return len(os.listdir(f"/proc/{server.process.popen.pid}/fd"))
-
-
-def eventually(condition, timeout=30):
-    end = time.monotonic() + timeout * TIME_FACTOR
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def crowded(attack, server, count):
@@ -759,12 +752,12 @@ def test_flooded(walk, attack):
 def test_connections_of_the_dead(walk, attack):
     """The listener never gives back what it has sent to those who have gone."""
     servers = [walk(14, word, "tcp") for word in ("wait", "aside")]
-    before = [descriptors(server) for server in servers]
+    before = [server.process.descriptors() for server in servers]
     for server in servers:
         crowded(attack, server, 300)
-        eventually(lambda: descriptors(server) > 100)
-    eventually(lambda: descriptors(servers[1]) < before[1] + 10, 60)
-    assert descriptors(servers[0]) > before[0] + 200
+        wait_until(lambda: server.process.descriptors() > 100, 30)
+    wait_until(lambda: servers[1].process.descriptors() < before[1] + 10, 60)
+    assert servers[0].process.descriptors() > before[0] + 200
 
 
 @over_tcp
@@ -809,8 +802,7 @@ def test_silent_connections(run, attack):
         process = run(["sh", "-c", f"ulimit -Sn 256; exec {path}"], "tcp")
         address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
         attack("connect", address, "300").wait_for("^300 ")
-        folder = f"/proc/{process.popen.pid}/fd"
-        eventually(lambda: len(os.listdir(folder)) >= 256)
+        wait_until(lambda: process.descriptors() >= 256, 30)
         client = run([path, address, *SHORT], "tcp")
         assert client.wait() == (word == "share"), client.output
         assert (GIVEN_UP in client.output) == (word == "share")

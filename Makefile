@@ -162,7 +162,7 @@ $(BUILD)/races: scripts/watch/races.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
 $(BUILD)/reorder.so: scripts/tests/reorder.cpp scripts/tests/stand_in.h
 $(BUILD)/strict.so: scripts/tests/strict.cpp scripts/tests/stand_in.h
-$(BUILD)/watch.so: scripts/watch/recorder.cpp
+$(BUILD)/watch.so: scripts/watch/recorder.cpp scripts/tests/stand_in.h
 $(BUILD)/bench_loop $(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
 $(LIBRARIES): SHARED := -shared -fPIC
 $(TOOLS) $(LIBRARIES): $(BUILD)/.flags

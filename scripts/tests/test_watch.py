@@ -20,10 +20,10 @@ sys.path.append(f"{ROOT}/scripts/watch")
 import draw  # noqa: E402
 import model  # noqa: E402
 
-pytestmark = pytest.mark.skipif(bool(OVER_VERBS), reason="the tests of traps are for tcp")
-# Each one's name and rule, and whether it takes traps.
+pytestmark = pytest.mark.skipif(bool(OVER_VERBS), reason="it is judged over tcp and shm")
+# Each one's name and rule.
 with open(f"{ROOT}/scripts/watch/races.cpp") as file:
-    RACES = re.findall(r'\{"([a-z-]+)",\s*"(\w+)",\s*(true|false),', file.read())
+    RACES = re.findall(r'\{"([a-z-]+)",\s*"(\w+)",', file.read())
 # So that a run takes a moment. 7, 11 and 14 have 64 pages.
 QUICK = {**dict.fromkeys(["7_queue", "11_rails", "14_strangers"], ["4096", "64", "1"]),
          "8_malloc": ["2"], "10_lock": ["3"], "13_crowd": ["1"]}
@@ -47,10 +47,9 @@ def watch(folder, program, *arguments, provider="tcp", **env):
     return done.returncode, done.stdout, run
 
 
-def race(folder, name, kind, trap):
+def race(folder, name, kind):
     env = {**os.environ, "WATCH": str(folder), "FI_PROVIDER": "tcp",
-           "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/watch.so"),
-           **({"WATCH_TRAP": "1"} if trap else {})}
+           "LD_PRELOAD": os.path.abspath(f"{ROOT}/{BUILD}/watch.so")}
     subprocess.run([f"{BUILD}/races", name, kind], cwd=ROOT, env=env, check=True)
     return model.load(str(folder))
 
@@ -59,36 +58,17 @@ def rules(found):
     return [w.rule for w in found]
 
 
-def test_all_pairs_are_here():
-    done = subprocess.run([f"{BUILD}/races", "--list"], cwd=ROOT, text=True, check=True,
-                          capture_output=True)
-    assert [name for name, *_ in RACES] == [line.split()[0] for line in
-                                            done.stdout.splitlines()]
-
-
-@pytest.mark.parametrize("name,rule,trap", [
-    (name, rule, trap == "true") for name, rule, trap in RACES], ids=[r[0] for r in RACES])
-def test_pair(tmp_path, name, rule, trap):
+@pytest.mark.parametrize("name,rule", RACES)
+def test_pair(tmp_path, name, rule):
     """Of two programs that are nearly the same, the wrong one is named, by its rule, and
     nothing in the right one."""
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.mkdir()
     wrong.mkdir()
-    run = race(right, name, "right", trap)
+    run = race(right, name, "right")
     assert not run.wrongs, draw.summary(run)
-    run = race(wrong, name, "wrong", trap)
+    run = race(wrong, name, "wrong")
     assert RULES[rule] in rules(run.wrongs) + rules(run.notes), draw.summary(run)
-
-
-def test_saved_too_early(tmp_path):
-    """Nothing is said of the credits, which are right."""
-    assert set(rules(race(tmp_path, "saved-too-early", "wrong", False).wrongs)) == {RULES["lent"]}
-
-
-def test_place(tmp_path):
-    """A long buffer isn't copied, so that a page is named in which it was changed."""
-    run = race(tmp_path, "write-store-far", "wrong", False)
-    assert "(byte 126976 or one of the next 4095)" in run.wrongs[0].text
 
 
 @pytest.mark.parametrize("program,provider", [
@@ -113,15 +93,6 @@ def test_no_false_alarm(tmp_path, program, provider):
     xml.dom.minidom.parseString(svg)
     assert svg in (tmp_path / "page.html").read_text()
     assert "RECV completed: " in (tmp_path / "trace.txt").read_text()
-
-
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="it concerns shared memory")
-def test_no_trap_over_shm(tmp_path):
-    """Nothing is trapped there, and the summary says so."""
-    status, output, run = watch(tmp_path, f"{BUILD}/4_hello", provider="shm", WATCH_TRAP="1")
-    assert status == 0, output
-    assert not any(p.trapped for p in run.ps)
-    assert "Not seen: where the program reads memory that is not its own" in output
 
 
 @pytest.mark.parametrize("behind", ["reorder.so", "strict.so"])
@@ -151,7 +122,7 @@ def test_break(tmp_path, program):
 
 
 @pytest.mark.parametrize("move,rule,env", [
-    ("6.1", "lent", {"WATCH_TRAP": "1"}), ("6.3", "number", {}), ("9.4", "credit", {"SLOW_DISK_MS": "50"})])
+    ("6.3", "number", {}), ("9.4", "credit", {"SLOW_DISK_MS": "50"})])
 def test_move(tmp_path, move, rule, env):
     """A move that goes wrong on other networks, or with a slow disk."""
     status, output, run = watch(tmp_path, f"{build_moves([move])}/{move}", **env)
@@ -229,22 +200,6 @@ def test_full(tmp_path):
     assert not run.wrongs, output
 
 
-def test_trap(tmp_path):
-    """Names the line that touches, and a right program has none."""
-    status, output, run = watch(tmp_path, f"{BUILD}/6_write", "65536", "20", WATCH_TRAP="1")
-    assert status == 0, output
-    assert not run.wrongs, output
-    assert any(t.trap for p in run.ps for t in p.touches)
-    lines = {model.place(t.where) for p in run.ps for t in p.touches if t.trap}
-    assert any(re.fullmatch(r"6_write\.cpp:\d+ in \w.*", line) for line in lines), lines
-
-
-def test_trap_while_asleep(tmp_path):
-    """libfabric also works in fi_trywait. What it does there isn't the program's."""
-    status, output, run = watch(tmp_path, f"{BUILD}/12_sleep", WATCH_TRAP="1")
-    assert status == 0 and not run.wrongs, output
-
-
 def test_one_endpoint_a_round(run, tmp_path):
     """A server that finds several CONNECTs together opens an endpoint for one of them, and
     looks at its clients before it opens the next one."""
@@ -288,8 +243,7 @@ def test_no_reason(tmp_path):
     """A client that fails without a violation: what to try next is said."""
     status, output, run = watch(tmp_path, f"{NEVER_RIGHT()}/5_reverse")
     assert status == 1 and not run.wrongs, output
-    assert output.endswith("this run shows no reason. Try what is not seen in it, WATCH_TRAP=1 "
-                           "first.\n"), output
+    assert output.endswith("this run shows no reason. Try what is not seen in it.\n"), output
 
 
 def test_no_records(tmp_path):

@@ -61,32 +61,10 @@ def unseen(run):
         yield f"{plural(posted, 'operation')} posted by calls that the recorder does not know"
     if any(r.device for p in run.ps for r in p.regions):
         yield "memory of a GPU is not looked at"
-    if not all(p.trapped for p in run.ps):
-        yield ("where the program reads memory that is not its own, or writes memory that it has "
-               "lent: WATCH_TRAP=1 sees that, slowly (not over shm and sockets)")
-    else:
-        shared = {op.addr for p in run.ps for op in p.ops.values() if op.size and
-                  not has_page(op.region or op, op)}
-        if shared:
-            share = "shares" if len(shared) == 1 else "share"
-            yield (f"touches of {plural(len(shared), 'buffer')} that {share} a page with something "
-                   "else: aligned_alloc(4096, …) and whole pages make them visible")
-        yield ("of each page, more than the first touch between two posts or completions. A "
-               "program that reads several completions, each with a call of its own, and touches "
-               "memory after that, knows of all of them: whether one alone was enough for what it "
-               "did, this doesn't show")
+    yield "what the program itself reads or writes in memory that it has lent"
     yield ("what goes wrong only when completions come in another order than in this run: "
            "FI_PROVIDER=shm BEHIND=build/strict.so has another one (by hand: "
            "LD_PRELOAD=build/watch.so:build/strict.so)")
-
-
-def has_page(region, op):
-    """Whether a buffer has a page of its own. A region that begins with a page has its last
-    one, too."""
-    end = region.addr + region.size
-    last = -(-end // 4096) * 4096 if region.addr % 4096 == 0 else end // 4096 * 4096
-    return min(-(-(op.addr + op.size) // 4096) * 4096, last) > max(
-        op.addr // 4096 * 4096, -(-region.addr // 4096) * 4096)
 
 
 def summary(run):
@@ -126,10 +104,8 @@ def events(run):
         for t in p.touches:
             if t.region:
                 at = f"region {t.region.id} + {t.addr - t.region.addr}"
-                what = f"{'writes' if t.into else 'reads'} {at}" if t.trap else \
-                    f"{'pread into' if t.into else 'pwrite of'} {at}: {size(t.size)}, " \
-                    f"{span(t.t1 - t.t0)}"
-                yield t.t0, p, what
+                yield t.t0, p, (f"{'pread into' if t.into else 'pwrite of'} {at}: {size(t.size)}, "
+                                f"{span(t.t1 - t.t0)}")
         yield from waits(run, p)
     for w in run.wrongs:
         yield w.t + 1, w.p, f"*** WRONG: {w.text} (chapter {w.chapter})"
@@ -143,7 +119,7 @@ def waits(run, p):
     came = [(op.t1, slot) for op in p.ops.values() if op.what == RECV and op.t1 and not op.error
             for slot in credits_in(run, op)]
     for region in p.regions:
-        reads = [t for t in region.touches if t.into and not t.trap]
+        reads = [t for t in region.touches if t.into]
         chunk = max((t.size for t in reads), default=0)
         for t in reads if came else []:
             slot = (t.addr - region.addr) // chunk
@@ -414,8 +390,7 @@ def place_lane(run, p, region, at, length, local):
         for op in lane.there:
             lane.add(op.t0, op.end, "flight", op.name())
     for t in touches:
-        if not t.trap:
-            lane.add(t.t0, t.t1, "touch", "pread" if t.into else "pwrite")
+        lane.add(t.t0, t.t1, "touch", "pread" if t.into else "pwrite")
     lane.marks = [w.t for w in run.wrongs if w.region is region and w.p is p and
                   any(overlaps(op.offset, op.size) for op in w.ops or [w.op] if op)]
     return lane
@@ -699,9 +674,8 @@ def times_of(ps):
             yield op.t1
             yield op.match.t1 if op.match else None
         for t in p.touches:
-            if not t.trap:
-                yield t.t0
-                yield t.t1
+            yield t.t0
+            yield t.t1
         for r in p.regions:
             yield r.t0 if r.access & REMOTE else None
         for ep in p.eps.values():

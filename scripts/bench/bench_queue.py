@@ -116,11 +116,10 @@ def measure_link(results):
     """7_queue over tcp and iperf3, in turn."""
     with contextlib.ExitStack() as stack:
         try:
-            [speed], [ip], hosts = stack.enter_context(bench.links([LINK]))
+            speed, ip, hosts = stack.enter_context(bench.link(LINK))
         except (OSError, RuntimeError) as error:
             print(f"No link of {LINK}: {str(error).strip().splitlines()[-1]}")
             return
-        hosts = bench.over(0, hosts)
         seconds = max(1, round(8 * SECONDS))
         results.measure({
             ("7_queue", "link", LINK_SIZE): lambda: measure_queue(
@@ -179,43 +178,17 @@ def print_all(results, providers, best):
                 "completion level,\nWRITEs posted for each reading of the completion queue, "
                 "entries read at a time:", [
                     ["page size", *(f"{p}{x}" for p in providers for x in ("", ", settings"))],
-                    *([to_text(size), *sum(([show(beside(results, p, size)), best[p, size]]
-                                            for p in providers), [])] for size in SIZES)])
-
-
-def beside(results, provider, size):
-    return results.ratio(("7_queue", provider, size), ("bare loop", provider, size))
-
-
-def draw(results, providers):
-    """The bandwidth over the page size, and below it 7_queue beside the bare loop: a fifth
-    would be lost on a logarithmic axis."""
-    def gbps(*key):
-        return [results.median(*key, size) * size * 8e-9 for size in SIZES]
-
-    faint = bench.style.PALETTE["faint"]
-    large = [size for size in SIZES if size >= 65536] or SIZES[-1:]
-    bench.draw(
-        "bench", "page size", {size: to_text(size) for size in SIZES},
-        ("bandwidth in Gbps", True, [
-            ("memcpy", SIZES, gbps("memcpy", ""), {"color": faint, "linestyle": ":"}),
-            ("iperf3, one stream", large,
-             [results.median("iperf3", "", 65536) * 65536 * 8e-9] * len(large),
-             {"color": faint, "linestyle": "-."}),
-            *((f"7_queue, {p}", SIZES, gbps("7_queue", p), bench.look(number))
-              for number, p in enumerate(providers))]),
-        ("7_queue / bare loop", False, [
-            (p, SIZES, [beside(results, p, size) for size in SIZES],
-             {**bench.look(number), "linestyle": ":", "linewidth": 1})
-            for number, p in enumerate(providers)] + [
-                ("", SIZES, [1] * len(SIZES), {"color": faint})]))
+                    *([to_text(size), *sum(([show(results.ratio(("7_queue", p, size), ("bare loop", p, size))),
+                                             best[p, size]] for p in providers), [])]
+                      for size in SIZES)])
 
 
 # ---- Variants ----
 
 def changed_source(name):
     """The source of 7_queue with one change."""
-    source = bench.style.read(f"{ROOT}/src/7_queue.cpp")
+    with open(f"{ROOT}/src/7_queue.cpp") as file:
+        source = file.read()
     pairs = CHANGES[name][1:]
     for old, new in zip(pairs[::2], pairs[1::2]):
         if source.count(old) != 1:
@@ -259,7 +232,6 @@ def main():
     best = measure_all(results, providers)
     print_all(results, providers, best)
     results.write("bench")
-    draw(results, providers)
 
 
 if __name__ == "__main__":

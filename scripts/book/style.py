@@ -91,15 +91,6 @@ def styled(figure):
     return TAG.sub(coloured, COPY.sub(lambda copy: SHEET, figure))
 
 
-def themed(chart):
-    """Gives a chart of matplotlib the style. Its colours are those of the palette, so
-    they follow the page, too."""
-    # Leaves the font and the size in pixels to the sheet.
-    chart = re.sub(r"font: [^;\"]*(; )?", "", chart)
-    chart = re.sub(r'(width|height)="(\d+)pt"', r'\1="\2"', chart)
-    return styled(chart.replace("<defs>", f"<style>\n{SHEET}</style>\n <defs>", 1))
-
-
 def main():
     for path in figures():
         svg = styled(read(path))

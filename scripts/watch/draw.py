@@ -17,8 +17,8 @@ from model import (NAMES, READ, RECV, REMOTE, SEND, WRITE, credits_in, plural,  
 
 LABEL, PLOT, RIGHT = 196, 944, 24
 WIDTH = LABEL + PLOT + RIGHT
-LANE, THIN, MAP, SPACE, GAP = 24, 12, 132, 7, 124
-MOST_LANES = 12       # of a region; then it becomes a map
+LANE, THIN, SPACE, GAP = 24, 12, 7, 124
+MOST_LANES = 12       # of a region; all other places share one
 MOST_PROCESSES = 4    # that are drawn; the others are named
 MOST_ARROWS = 400     # then only messages, and the first WRITEs
 style.ROLES.update({"touch": ("green", "green"), "lent": ("amber", "pale-amber"),
@@ -226,7 +226,7 @@ class Lane:
         self.pieces = []     # (from, to, owner, words, hint, row)
         self.ops, self.there = [], []  # of this process here, of others here
         self.marks, self.overlay = [], []
-        self.is_map, self.rows = False, 1
+        self.shared, self.rows = False, 1
 
     def add(self, t0, t1, owner, text="", hint="", row=0):
         if t1 > t0:
@@ -316,21 +316,36 @@ def message_lane(run, p, name, note, ops):
 
 
 def region_lanes(run, p, region):
-    """One for each place that was READ or written, or a map of all of them."""
+    """One for each place that was READ or written. Of many, those with something wrong, and
+    the first ones; one lane for the others."""
     local = [op for op in region.ops if op.what >= WRITE]
     if not (local or region.remote or region.access & REMOTE):
         return []
     places = sorted({(op.addr - region.addr, op.size) for op in local} |
                     {(op.offset, op.size) for op in region.remote})
-    if len(places) > MOST_LANES:
-        return [map_lane(p, region, local, region.remote)]
     merged = []
     for at, length in places:  # what overlaps shares a lane: the last chunk is shorter
         if merged and at < sum(merged[-1]):
             merged[-1] = merged[-1][0], max(sum(merged[-1]), at + length) - merged[-1][0]
         else:
             merged.append((at, length))
-    lanes = [place_lane(run, p, region, at, length, local) for at, length in merged]
+    starts = [at for at, _ in merged]
+
+    def number(at):
+        return bisect.bisect_right(starts, at) - 1
+    wrong = {number(op.addr - region.addr) for op in local if op.wrong} | {
+        number(op.offset) for op in region.remote if op.wrong}
+    kept = sorted(sorted(range(len(merged)), key=lambda i: i not in wrong)[:MOST_LANES])
+    lanes = [place_lane(run, p, region, *merged[i], local) for i in kept]
+    if len(kept) < len(merged):
+        lane = Lane(p, f"{len(merged) - len(kept)} more places", region.t0, region.t1 or p.end,
+                    region=region, thin=True)
+        lane.shared = True
+        lane.ops = [op for op in local if number(op.addr - region.addr) not in kept]
+        lane.there = [op for op in region.remote if number(op.offset) not in kept]
+        for op in lane.ops + lane.there:
+            lane.add(op.t0, op.end, "bad" if op.wrong else "flight", "", op.name())
+        lanes.append(lane)
     free = region.size - sum(length for _, length in merged)
     if free > 0 and region.access & REMOTE:
         end, begin = region.t1 or p.end, lent_at(region)
@@ -420,14 +435,6 @@ def lend(run, lane, touches):
     lane.add(at, end, "lent", "lent")
 
 
-def map_lane(p, region, local, remote):
-    """Many operations: a line for some of them each, in their order."""
-    lane = Lane(p, size(region.size), region.t0, region.t1 or p.end, f"region {region.id}", region)
-    lane.height, lane.is_map, lane.ops = MAP, True, local
-    lane.there = [] if local else remote
-    return lane
-
-
 # ---- The picture ----
 
 def text(x, y, content, kind=""):
@@ -460,9 +467,6 @@ def draw_lane(run, lane, axis):
     yield text(LABEL - 10, lane.y + 11, lane.name, "small end")
     if not lane.thin:
         yield tiny(LABEL - 10, lane.y + 23, lane.note)
-    if lane.is_map:
-        yield from draw_map(run, lane, axis)
-        return
     last = {}  # of each owner and row, where the last box began
 
     def is_seen(t0, t1, key):
@@ -505,7 +509,7 @@ def free_place(begin, end, marks):
 
 def lane_words(lane, axis):
     """What is in the pieces of a lane, where there is room."""
-    if lane.thin or lane.is_map:
+    if lane.thin:
         return
     covered = [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
     for t0, t1, owner, content, _, row in lane.pieces:
@@ -524,37 +528,6 @@ def lane_words(lane, axis):
                 yield text(x + width / 2, y, shown,
                            "small middle" + (" ink" if owner == "touch" else ""))
                 break
-
-
-def draw_map(run, lane, axis):
-    remote = not lane.ops
-    ops = sorted(lane.there if remote else lane.ops, key=lambda op: op.t0)
-    begin = lent_at(lane.region) if remote else lane.begin
-    rows = max(min(lane.height // 2, len(ops)), 1)
-    step = lane.height / rows
-    for row in range(rows):
-        some = ops[row * len(ops) // rows:(row + 1) * len(ops) // rows]
-        op = next((op for op in some if op.wrong), some[0])
-        back = (told(run, op) or lane.end) if remote else op.end
-        for t0, t1, colour in ((lane.begin, begin, "pale-green"),
-                               (begin, op.t0, "pale-amber" if remote else "pale-green"),
-                               (op.t0, min(op.end, lane.end), "red" if op.wrong else "blue"),
-                               (op.end, min(back, lane.end),
-                                "pale-red" if op.wrong else "pale-blue"),
-                               (back, lane.end, "pale-green")):
-            if t1 > t0:
-                yield (f'<rect fill="{style.PALETTE[colour]}" x="{axis(t0):.1f}" '
-                       f'y="{lane.y + row * step:.1f}" height="{step + 0.2:.1f}" '
-                       f'width="{max(axis(t1) - axis(t0), 1):.1f}"/>')
-    yield (f'<rect class="idle" x="{axis(lane.begin):.1f}" y="{lane.y}" height="{lane.height}" '
-           f'width="{axis(lane.end) - axis(lane.begin):.1f}"/>')
-    sizes = {op.size for op in ops}
-    kinds = sorted({NAMES[op.what] for op in ops})
-    of = f" of {size(ops[0].size)}" if len(sizes) == 1 else ""
-    notes = [plural(len(ops), kinds[0]) if len(kinds) == 1 else f"{len(ops)} operations",
-             *([of.strip()] if of else []), "in their order"]
-    for i, note in enumerate(notes + ["pale blue: arrived, but", "not told yet"] * remote):
-        yield tiny(LABEL - 10, lane.y + 40 + 15 * i, note)
 
 
 def depth(p, axis, y, height):
@@ -626,8 +599,6 @@ def legend(run, lanes):
     used = {piece[2] for lane in lanes for piece in lane.pieces} | {"mine", "flight"}
     if run.wrongs:
         used.add("bad")
-    if any(lane.is_map and lane.there for lane in lanes):
-        used.add("lent")
     for owner, (_, content) in OWNERS.items():
         if owner in used:
             yield box(x, 38, 18, 18, owner)
@@ -709,8 +680,7 @@ def draw(run, title):
             y += GAP
         heads.append((p, y + 14))
         y += 26
-        graph = any(lane.is_map for lane in order) and any(op.what >= WRITE
-                                                           for op in p.ops.values())
+        graph = any(lane.shared and lane.ops for lane in order)
         for lane in order:
             lane.y = y
             y += lane.height + SPACE

@@ -255,7 +255,7 @@ fuzz:
 # Each has its variables at the top of its file in scripts/bench/.
 BENCHES := bench bench-variants bench-file bench-lock bench-crowd bench-ring
 bench bench-variants: MEASURED := 7_queue bench_loop
-bench-file: MEASURED := 7_queue 9_file
+bench-file: MEASURED := 9_file
 bench-lock: MEASURED := 10_lock
 bench-crowd: MEASURED := 13_crowd
 bench-ring: MEASURED := 15_ring bench_allreduce

@@ -151,24 +151,15 @@ def measure_queue(provider, size, writes, program=f"{BUILD}/7_queue", hosts=((),
                (seconds, pages * repeat / max(seconds, 1e-3)))[1]
 
 
-def tcp_ip():
-    """The IP address that the tcp provider uses, from its own address."""
-    with background(WRITER, "tcp", f"{BUILD}/7_queue") as server:
-        address = bytes.fromhex(server_address(server))
-    if int.from_bytes(address[:2], sys.byteorder) == socket.AF_INET6:
-        return socket.inet_ntop(socket.AF_INET6, address[8:24])
-    return socket.inet_ntop(socket.AF_INET, address[4:8])
-
-
-def free_port(ip):
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as free:
+def free_port():
+    with socket.socket() as free:
         free.bind(("", 0))
         return str(free.getsockname()[1])
 
 
-def measure_iperf3(ip, seconds=1, hosts=((), ())):
+def measure_iperf3(ip="127.0.0.1", seconds=1, hosts=((), ())):
     """One stream; returns bits a second."""
-    port = free_port(ip)
+    port = free_port()
     with background(TARGET, "", *hosts[1], "iperf3", "--server", "--one-off",
                     "--bind", ip, "--port", port, "--forceflush") as server:
         read_until(server, "^Server listening")

@@ -2,8 +2,7 @@
 memory, because the files are on a tmpfs, all in turn:
   9_file     for each provider and number of slots; and with a disk that takes the receiver
              2 ms longer for each chunk: while that saves some, other slots are filled,
-  socat      the same file through a TCP socket, on the interface of the tcp
-             provider.
+  socat      the same file through a TCP socket.
 Every program may use all cores, as they do outside a benchmark: the threads of
 9_file that read and write the file would not fit on the cores of its pollers.
 
@@ -37,9 +36,7 @@ def new_file():
     if room < 2.5 * FILE_SIZE:
         sys.exit(f"{MEMORY} has room for {room >> 20} MiB. FILE_SIZE must be "
                  f"{int(room / 2.5) >> 20}M at most.")
-    # The number of our process tells a test which folder is ours.
-    with tempfile.TemporaryDirectory(prefix=f"bench-file.{os.getpid()}.",
-                                     dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-file.", dir=MEMORY) as folder:
         os.mkdir(f"{folder}/target")
         block = os.urandom(1 << 20)
         with open(f"{folder}/source", "wb") as file:
@@ -81,18 +78,17 @@ def measure_file(provider, source, slots, *disk):
     return float(re.search(r"^Sent .* ([0-9.]+) Gbps", output, re.M)[1])
 
 
-def measure_socat(ip, source):
+def measure_socat(source):
     """From the start of the sender until the receiver has ended."""
-    port = bench.free_port(ip)
-    tcp, host = ("TCP6", f"[{ip}]") if ":" in ip else ("TCP4", ip)
+    port = bench.free_port()
     # With -d -d it says when it listens.
     socat = ["socat", "-d", "-d", "-u", "-b", str(SOCAT_BLOCK)]
     with target_of(source) as target:
-        with background(ANY_CORE, "", *socat, f"{tcp}-LISTEN:{port},bind={host}",
+        with background(ANY_CORE, "", *socat, f"TCP4-LISTEN:{port},bind=127.0.0.1",
                         f"OPEN:{target},creat,wronly") as receiver:
             bench.read_until(receiver, "listening on")
             started_at = time.monotonic()
-            run(ANY_CORE, "", *socat, f"OPEN:{source},rdonly", f"{tcp}:{host}:{port}")
+            run(ANY_CORE, "", *socat, f"OPEN:{source},rdonly", f"TCP4:127.0.0.1:{port}")
             receiver.wait(bench.TIME_LIMIT)
             return gbps(started_at)
 
@@ -104,8 +100,7 @@ def slow(provider):
 
 
 def measure_all(providers, source):
-    ip = bench.tcp_ip()
-    steps = {("socat", "", ""): lambda: measure_socat(ip, source)}
+    steps = {("socat", "", ""): lambda: measure_socat(source)}
     for p in providers:
         for n in SLOTS:
             steps["9_file", p, n] = lambda p=p, n=n: measure_file(p, source, n)

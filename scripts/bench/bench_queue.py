@@ -2,7 +2,7 @@
 and page size, in turn with it
   bare loop    around fi_writemsg (bench_loop.cpp), with the settings that are best here,
   memcpy       one copy of the same pages,
-  iperf3       one stream on the interface of the tcp provider (it has no page size),
+  iperf3       one stream (it has no page size),
   ib_write_bw  perftest, which does the same by verbs alone (where the provider is verbs).
 Before that, 7_queue and iperf3 in turn over a link of a known speed, between two network
 namespaces, where the machine permits it.
@@ -100,7 +100,7 @@ def measure_write_bw(provider, size, writes):
         device = read_until(server, "^domain: ([^, ]+)")[1]
     # Line by line, as on a terminal.
     command = ["stdbuf", "-oL", "ib_write_bw", "--ib-dev", device, "--size", str(size),
-               "--iters", str(max(5, writes)), "--port", free_port("127.0.0.1"), "--CPU-freq"]
+               "--iters", str(max(5, writes)), "--port", free_port(), "--CPU-freq"]
     with background(TARGET, "", *command) as server:
         read_until(server, "Waiting for client")  # it prints this before it listens
         time.sleep(0.5)
@@ -139,7 +139,6 @@ def measure_link(results):
 def measure_all(results, providers):
     """Returns the best settings of the bare loop."""
     best = {(p, size): best_settings(p, size) for p in providers for size in SIZES}
-    ip = bench.tcp_ip()
     steps = {}
 
     def add(program, provider, size, measure):
@@ -157,7 +156,7 @@ def measure_all(results, providers):
             if "verbs" in p and shutil.which("ib_write_bw"):
                 add("ib_write_bw", p, size, measure_write_bw)
     # It sends blocks of 128 KiB, so it says nothing about smaller pages.
-    steps["iperf3", "", 65536] = lambda: bench.measure_iperf3(ip) / 8 / 65536
+    steps["iperf3", "", 65536] = lambda: bench.measure_iperf3() / 8 / 65536
     results.measure(steps)
     return best
 

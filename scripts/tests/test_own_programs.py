@@ -99,10 +99,6 @@ class Made:
         self.run = run
         self.env = env
         self.path = f"{folder or build_source(name, own(name))}/{name}"
-        self.serve()
-
-    def serve(self):
-        """Starts a server."""
         self.server = self.run([self.path], **self.env)
         self.address = address_of(self.server)
 
@@ -286,14 +282,7 @@ def test_feed_without_credit(run):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
-# ---- A queue whose consumers may die ----
-
-def counts(queue):
-    """What the server says in the end: jobs used up, thrown away, left; scenes of the
-    film, those made twice, those missing; and whether it all fits."""
-    last = queue.stop()
-    return [*map(int, re.findall(r"\d+", last)), not last.startswith("error: ")]
-
+# ---- The patches ----
 
 def copies():
     """The blocks in which a page has the reader copy a program and change the copy."""
@@ -321,57 +310,6 @@ def test_copy(tmp_path, commands):
     assert source != (tmp_path / f"src/{original}.cpp").read_text()
     subprocess.run(["make", "-s", copy, "CXXFLAGS=-fsyntax-only", "CUDA_HOME="],
                    cwd=tmp_path, check=True)
-
-
-@pytest.mark.thorough
-def test_queue(run):
-    """One consumer is killed at its work. Another one takes the job over, and each job
-    is done once."""
-    queue = Made(run, "jobs")
-    producer = queue.start("put", "12")
-    producer.wait_for("put job 1.7")  # it has no more pieces
-    killed = queue.start("take", WORK_MS="60000")
-    job = killed.wait_for(r"took job (1\.\d+)")[1]
-    other = queue.start("take", WORK_MS="10")
-    killed.signal(signal.SIGKILL)
-    other.wait_for("did job", count=12)
-    assert producer.wait() == 0
-    assert re.findall(r"took over job (.*)", other.output) == [job]
-    assert sorted(re.findall(r"did job 1\.(\d+)", other.output), key=int) == [
-        str(i) for i in range(12)]
-    assert counts(queue) == [12, 0, 0, 12, 0, 0, True]
-
-
-def without_rounds():
-    """What the page has the reader change in Put."""
-    page = chapters.Page(ROOT, "chapters/appendix_queue.md")
-    new, = [block.lines[0] for block in page.blocks
-            if block.info == "text" and block.lines[0].strip().startswith("Word ")]
-    old = " ".join(re.search(r"`(Word empty = [^`]*;)`", page.text)[1].split())
-    return replaced(own("jobs"), (old, new.strip()))
-
-
-WITHOUT_ROUNDS = variant("jobs", source=without_rounds)
-
-
-@pytest.mark.thorough
-def test_queue_without_rounds(run):
-    queue = Made(run, "jobs", WITHOUT_ROUNDS())
-    # Some runs come out right, and in some a producer waits for ever.
-    for _ in range(5):
-        consumers, producers = ([queue.start(*args) for _ in range(2)]
-                                for args in (["take"], ["put", "300"]))
-        for consumer in consumers:
-            assert consumer.wait() == 0, consumer.output
-        for producer in producers:
-            if producer.popen.poll() is None:
-                producer.signal(signal.SIGTERM)
-            producer.wait()
-        *_, missing, fits = counts(queue)
-        if missing > 0 and not fits:
-            return
-        queue.serve()
-    pytest.fail("nothing goes wrong")
 
 
 @pytest.mark.static

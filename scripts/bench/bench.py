@@ -137,13 +137,13 @@ def num_pages(size):
     return max(1, min(2000, (64 << 20) // size))
 
 
-def measure_queue(provider, size, writes, program=f"{BUILD}/7_queue", hosts=((), ())):
+def measure_queue(provider, size, writes, program=f"{BUILD}/7_queue"):
     """7_queue, in pages a second."""
     pages = max(1, min(num_pages(size), round(writes)))
     repeat = max(1, round(writes / pages))
-    with background(WRITER, provider, *hosts[0], program) as server:
-        run(TARGET, provider, *hosts[1], program, server_address(server),
-            str(size), str(pages), str(repeat))
+    with background(WRITER, provider, program) as server:
+        run(TARGET, provider, program, server_address(server), str(size), str(pages),
+            str(repeat))
         seconds, gbps, mpps = map(float, read_until(
             server, r"\[([0-9.]+)s\] WRITE: 100%.* bw=([0-9.]+).* ([0-9.]+)Mpps").groups())
     # All three have three decimals, so the largest is the most exact.
@@ -157,60 +157,15 @@ def free_port():
         return str(free.getsockname()[1])
 
 
-def measure_iperf3(ip="127.0.0.1", seconds=1, hosts=((), ())):
+def measure_iperf3():
     """One stream; returns bits a second."""
     port = free_port()
-    with background(TARGET, "", *hosts[1], "iperf3", "--server", "--one-off",
-                    "--bind", ip, "--port", port, "--forceflush") as server:
+    with background(TARGET, "", "iperf3", "--server", "--one-off", "--bind", "127.0.0.1",
+                    "--port", port, "--forceflush") as server:
         read_until(server, "^Server listening")
-        output = run(WRITER, "", *hosts[0], "iperf3", "--client", ip, "--port",
-                     port, "--time", str(seconds), "--json")
+        output = run(WRITER, "", "iperf3", "--client", "127.0.0.1", "--port", port, "--time", "1",
+                     "--json")
     return json.loads(output)["end"]["sum_received"]["bits_per_second"]
-
-
-@contextlib.contextmanager
-def link(speed):
-    """Makes two network namespaces with a cable between them, which has this speed in both
-    directions. Yields the speed in bits a second, the IP address in the second namespace,
-    and for each namespace the start of a command that runs in it. Raises OSError or
-    RuntimeError where that is not permitted."""
-    # Only root can do without a user namespace.
-    root = os.geteuid() == 0
-    unshare = ["unshare", "--net", *([] if root else ["--map-root-user"])]
-    nsenter = ["nsenter", *([] if root else ["--user", "--preserve-credentials"])]
-
-    with contextlib.ExitStack() as stack:
-        def namespace(*command):
-            """Returns the start of a command and the process that keeps the
-            namespace. The namespace has no name, so it is gone with its last
-            process, and this one ends when we do, whatever ends us."""
-            keeper = stack.enter_context(subprocess.Popen(
-                [*command, "sh", "-c", "echo; exec cat"], text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT))
-            line = keeper.stdout.readline()
-            if line != "\n":
-                raise RuntimeError(line or "no network namespace")
-            return [*nsenter, f"--target={keeper.pid}", "--net"], keeper
-
-        first, _ = namespace(*unshare)
-        second, keeper = namespace(*first, "unshare", "--net")
-        run(WRITER, "", *first, "ip", "link", "add", "cable", "type", "veth", "peer", "name",
-            "cable", "netns", str(keeper.pid))
-        for number, enter in enumerate([first, second], 1):
-            # The kernel sends up to 64 KiB at a time, so the bucket has room for several of
-            # those.
-            run(WRITER, "", *enter, "sh", "-ec", f"""
-                ip address add 10.11.0.{number}/24 dev cable
-                ip link set cable up
-                tc qdisc add dev cable root tbf rate {speed} burst 256kb latency 20ms
-                """)
-        # libfabric passes over an interface that is not yet running.
-        for enter in [first, second]:
-            run(WRITER, "", *enter, "sh", "-c",
-                "until ip -br link show cable | grep -q ' UP '; do sleep 0.01; done")
-        shown = run(WRITER, "", *first, "tc", "-json", "qdisc", "show", "dev", "cable")
-        yield 8 * json.loads(shown)[0]["options"]["rate"], "10.11.0.2", [first, second]
 
 
 # ---- Results ----

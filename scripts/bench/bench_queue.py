@@ -4,19 +4,15 @@ and page size, in turn with it
   memcpy       one copy of the same pages,
   iperf3       one stream (it has no page size),
   ib_write_bw  perftest, which does the same by verbs alone (where the provider is verbs).
-Before that, 7_queue and iperf3 in turn over a link of a known speed, between two network
-namespaces, where the machine permits it.
 
 With `variants`: 7_queue with one of CHANGES below, beside the unchanged program.
 
 Variables:
   SIZES     page sizes ("64 256 1K 4K 16K 64K 256K 1M"; variants: "64 64K")
-  LINK      the speed of the link, as tc takes it (2gbit); empty: no link
   SECONDS   of a run, roughly (0.25)
   VARIANTS  names of CHANGES (all)
 """
 
-import contextlib
 import os
 import random
 import re
@@ -32,8 +28,6 @@ from bench import (BUILD, ROOT, TARGET, TIME_LIMIT, WRITER, background, free_por
 OF_VARIANTS = sys.argv[1:2] == ["variants"]
 SIZES = sorted(map(bench.to_bytes, os.environ.get(
     "SIZES", "64 64K" if OF_VARIANTS else "64 256 1K 4K 16K 64K 256K 1M").split()))
-LINK = os.environ.get("LINK", "2gbit")
-LINK_SIZE = 65536  # the page size there, in bytes
 SECONDS = float(os.environ.get("SECONDS", 0.25))
 
 # Settings of the bare loop, as bench_loop takes them: when a WRITE is complete,
@@ -110,28 +104,6 @@ def measure_write_bw(provider, size, writes):
 
 def guess(size):
     return 1 / (2e-6 + size / 4e9)
-
-
-def measure_link(results):
-    """7_queue over tcp and iperf3, in turn."""
-    with contextlib.ExitStack() as stack:
-        try:
-            speed, ip, hosts = stack.enter_context(bench.link(LINK))
-        except (OSError, RuntimeError) as error:
-            print(f"No link of {LINK}: {str(error).strip().splitlines()[-1]}")
-            return
-        seconds = max(1, round(8 * SECONDS))
-        results.measure({
-            ("7_queue", "link", LINK_SIZE): lambda: measure_queue(
-                "tcp", LINK_SIZE, seconds * speed / 8 / LINK_SIZE, hosts=hosts),
-            ("iperf3", "link", LINK_SIZE): lambda: bench.measure_iperf3(
-                ip, seconds, hosts) / 8 / LINK_SIZE})
-    rates = {program: results.median(program, "link", LINK_SIZE) * LINK_SIZE * 8
-             for program in ["7_queue", "iperf3"]}
-    print_table(f"A link of {LINK} (medians):", [
-        ["", "Gbps", "of it"],
-        *([program, show(rate * 1e-9, 3), show(rate / speed, 3)]
-          for program, rate in rates.items())])
 
 
 # ---- The benchmark ----
@@ -226,8 +198,6 @@ def main():
         measure_variants(providers)
         return
     results = bench.Results("program", "provider", "page_size")
-    if LINK:
-        measure_link(results)
     best = measure_all(results, providers)
     print_all(results, providers, best)
     results.write("bench")

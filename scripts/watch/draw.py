@@ -99,8 +99,7 @@ def events(run):
             by = f" ({n.op.name()} of {n.op.p.name})" if n.op else ""
             yield n.t, p, f"number {n.data} has arrived{by}"
         for room in p.rooms:
-            times = f"{plural(room.count, 'time')}, until now" if room.count else "it is tried again"
-            yield room.t - 1, p, f"-FI_EAGAIN: no room for a {NAMES[room.what]}; {times}"
+            yield room.t, p, f"-FI_EAGAIN: no room for a {NAMES[room.what]}; it is tried again"
         for t in p.touches:
             if t.region:
                 at = f"region {t.region.id} + {t.addr - t.region.addr}"
@@ -550,10 +549,9 @@ def depth(p, axis, y, height):
     yield (f'<path class="data" style="fill: {style.PALETTE["pale-blue"]}; stroke: '
            f'{style.PALETTE["blue"]}; marker-end: none; stroke-width: 1.2" d="{d}V{y + height}Z"/>')
     yield text(LABEL - 10, y + 14, f"in flight: {most} at most", "small end")
-    rooms = [r for r in p.rooms if r.count == 0]
-    if rooms:
-        yield text(LABEL - 10, y + 30, f"no room: {len(rooms)} ×", "small end")
-    for r in rooms:
+    if p.rooms:
+        yield text(LABEL - 10, y + 30, f"no room: {len(p.rooms)} ×", "small end")
+    for r in p.rooms:
         yield ('<path class="reply" style="marker-end: none; stroke-width: 1; stroke-dasharray: '
                f'none" d="M{axis(r.t):.1f},{y - 5}v5"/>')
 

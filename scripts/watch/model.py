@@ -122,7 +122,7 @@ def read_process(path):
         elif kind == NOTICE:
             p.notices.append(Thing(p=p, t=time, cq=thing, data=v[0], op=None))
         elif kind == NO_ROOM:
-            p.rooms.append(Thing(p=p, t=time, what=what, ep=thing, count=v[1], size=v[0]))
+            p.rooms.append(Thing(t=time, what=what))
         elif kind in (CHANGED, FLYING, FREED):
             p.found.append(Thing(p=p, t=time, kind=kind, id=number, v=v))
         elif kind == TOUCH:
@@ -566,15 +566,10 @@ class Finder:
                            f"{'were' if len(heap) > 1 else 'was'} in flight: who reads its word "
                            "must not conclude that these are there", op, sure=False, key="word")
                 continue
-            late = [o for o in under_way if op.notice and o.t1 and o.t1 > op.notice]
-            then = ""
-            if late:
-                last = max(o.end for o in late) - op.notice
-                then = f"; {len(late)} completed up to {span(last)} after it had arrived"
             self.wrong(region.p, op.notice or op.end, "number",
                        f"number {op.imm} was posted while {plural(len(heap), 'WRITE')} to the "
                        f"same memory {'were' if len(heap) > 1 else 'was'} in flight, and says "
-                       f"nothing about {'these' if len(heap) > 1 else 'it'}{then}",
+                       f"nothing about {'these' if len(heap) > 1 else 'it'}",
                        region=region, ops=under_way, key="number")
 
     def conflicts(self, region):

@@ -70,7 +70,7 @@ enum Kind : uint8_t {
   kPeer,            // number; text: its name
   kPost,  // data, size, peer, remote address, key, immediate data or operand, sum or
           // expected word, fi_op with the bit below
-  kNoRoom,  // of how many bytes, how often until now
+  kNoRoom,  // for what; the same again until there is room isn't noted
   kComplete,  // length, immediate data, error, sum; text: the error, or the payload
   kNotice,   // immediate data, length
   kChanged,  // where, from, to, whether these are known
@@ -199,7 +199,7 @@ struct Endpoint {
   struct fi_ops_msg* msg = nullptr;
   struct fi_ops_rma* rma = nullptr;
   struct fi_ops_atomic* atomic = nullptr;
-  size_t refused = 0;  // posts since the last that found room
+  bool refused = false;  // the last post, for lack of room
 };
 
 struct Op {
@@ -337,13 +337,11 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
   uint64_t time = Now();
   ssize_t ret = call(*endpoint);
   if (ret == -FI_EAGAIN) {
-    if (endpoint->refused++ == 0)
-      Log(time, kNoRoom, op.what, endpoint->id, 0, {op.size, 0});
+    if (!std::exchange(endpoint->refused, true))
+      Log(time, kNoRoom, op.what, endpoint->id, 0, {});
     return ret;
   }
-  if (endpoint->refused > 0)
-    Log(time, kNoRoom, op.what, endpoint->id, 0, {op.size, endpoint->refused});
-  endpoint->refused = 0;
+  endpoint->refused = false;
   op.ep = endpoint;
   {
     Lock lock;

@@ -96,7 +96,6 @@ class Page:
         """What the page's program is based on, what that is based on, and so on."""
         found = []
         program = self.program
-        # Without a program, check_numbers() complains.
         while program in programs(self.root) and (program := parent(program, self.root)):
             found.append(program)
         return found
@@ -225,16 +224,6 @@ def pages_of_programs(root):
     """The main chapter of each program."""
     pages = [Page(root, f"chapters/{name}.md") for name in chapters(root)]
     return {page.program: page for page in pages if page.program and page.is_main}
-
-
-# ---- Chapters and programs ----
-
-def check_numbers(root):
-    """None is left out. That each program has its chapter, test_tools.py checks."""
-    numbers = sorted({number(name) for name in chapters(root) if not is_appendix(name)})
-    if numbers == list(range(len(numbers))):
-        return []
-    return [f"chapters/: the numbers are {numbers}"]
 
 
 # ---- Blocks ----
@@ -664,27 +653,6 @@ def check_named(page):
             f"{len(found) * 1000 / words:.1f} in 1000, and not {MOST_NAMED} at most; what they "
             "do differently belongs into chapters/appendix_providers.md"] + [
                 page.message(line, name) for line, name in found]
-
-
-# ---- Text ----
-
-def check_text(page):
-    if not page.is_chapter:
-        return []
-    messages = []
-    for line_number, line in enumerate(page.text.split("\n"), 1):
-        if line != line.rstrip():
-            messages.append(page.message(line_number, "blanks end this line"))
-    read_text = re.sub(r"\]\([^)\s]*\)|https?://\S+", "", page.prose)
-    for line_number, line in enumerate(read_text.split("\n"), 1):
-        if len(line) > 100 and not line.lstrip().startswith("|"):
-            messages.append(page.message(line_number, "more than 100 columns"))
-    if not page.text.endswith("\n") or page.text.endswith("\n\n"):
-        messages.append(f"{page.path}: does not end with one newline")
-    titles = [marks for marks, _ in HEADING.findall(page.prose) if marks == "#"]
-    if len(titles) != 1:
-        messages.append(f"{page.path}: {len(titles)} headings of level 1, not one")
-    return messages
 
 
 # ---- Commands that are not run ----

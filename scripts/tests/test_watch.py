@@ -100,7 +100,8 @@ def test_mistake(tmp_path, name):
 @pytest.mark.parametrize("program,provider", [
     *((program, "tcp") for program in PROGRAMS),
     *((program, "shm") for program in PROGRAMS if 2 < number(program) < 8),
-    *(("9_file", provider) for provider in PROVIDERS if provider in ("shm", "net"))])
+    *(("9_file", provider) for provider in PROVIDERS if provider in ("shm", "net")),
+    *(("4_hello", provider) for provider in PROVIDERS if provider == "net")])
 def test_no_false_alarm(tmp_path, program, provider):
     """The recorder changes nothing, and finds nothing."""
     status, output, run = watch(tmp_path, f"{BUILD}/{program}", *QUICK.get(program, []),

@@ -643,9 +643,10 @@ int RegionClose(struct fid* fid) {
   return real->close(fid);
 }
 
+// Not of what a provider registers, or opens, for itself, hence g_inside.
 int Registered(struct fid_mr** mr, const void* data, size_t size,
                uint64_t access, bool device, int ret) {
-  if (ret != 0) return ret;
+  if (ret != 0 || g_inside > 1) return ret;
   Lock lock;
   auto* at = static_cast<char*>(const_cast<void*>(data));
   struct fid* fid = &(*mr)->fid;
@@ -763,7 +764,7 @@ int OpenAv(struct fid_domain* domain, struct fi_av_attr* attr,
   Inside inside;
   const Domain& known = g_domains.at(&domain->fid);
   int ret = known.real->av_open(domain, attr, av, context);
-  if (ret != 0) return ret;
+  if (ret != 0 || g_inside > 1) return ret;
   g_avs[&(*av)->fid] = {++g_objects, known.text, Replace((*av)->ops)};
   (*av)->ops->insert = AvInsert;
   return ret;
@@ -774,7 +775,7 @@ int OpenEndpoint(struct fid_domain* domain, struct fi_info* info,
   Inside inside;
   int ret =
       g_domains.at(&domain->fid).real->endpoint(domain, info, ep, context);
-  if (ret != 0) return ret;
+  if (ret != 0 || g_inside > 1) return ret;
   Endpoint endpoint = {.id = ++g_objects, .real = Replace((*ep)->fid.ops)};
   (*ep)->fid.ops->bind = EndpointBind;
   (*ep)->fid.ops->control = EndpointControl;
@@ -787,7 +788,7 @@ int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
            struct fid_cq** cq, void* context) {
   Inside inside;
   int ret = g_domains.at(&domain->fid).real->cq_open(domain, attr, cq, context);
-  if (ret != 0) return ret;
+  if (ret != 0 || g_inside > 1) return ret;
   size_t sizes[] = {8, 8, sizeof(struct fi_cq_msg_entry),
                     sizeof(struct fi_cq_data_entry),
                     sizeof(struct fi_cq_tagged_entry)};
@@ -803,7 +804,7 @@ int OpenDomain(struct fid_fabric* fabric, struct fi_info* info,
                struct fid_domain** domain, void* context) {
   Inside inside;
   int ret = g_fabrics.at(&fabric->fid)->domain(fabric, info, domain, context);
-  if (ret != 0) return ret;
+  if (ret != 0 || g_inside > 1) return ret;
   Domain known = {info->addr_format == FI_ADDR_STR, Replace((*domain)->ops),
                   Replace((*domain)->mr)};
   (*domain)->ops->endpoint = OpenEndpoint;

@@ -468,6 +468,7 @@ enum class AppMessageType : uint32_t {
 struct Message {
   AppMessageType type;
   std::string body;  // any bytes
+  Clock::time_point arrived_at = Clock::now();
 };
 constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
@@ -815,7 +816,10 @@ void ServerMain(const char* program) {
       completions = listener.Poll();
       // The others wait in the inbox, until a client leaves.
       while (clients.size() < kMaxClients && !listener.inbox.empty()) {
-        Address addr = BodyOf(*listener.Take(), AppMessageType::kConnect);
+        Message message = *listener.Take();
+        // Who has waited for this long has given up, and would take a place.
+        if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
+        Address addr = BodyOf(message, AppMessageType::kConnect);
         printf("[%zu] Received CONNECT message from client %s\n", ++num_clients,
                ToHex(addr).c_str());
         clients.emplace_back(domain, num_clients, addr, memory);

@@ -537,6 +537,7 @@ enum class AppMessageType : uint32_t {
 struct Message {
   AppMessageType type;
   std::string body;  // any bytes
+  Clock::time_point arrived_at = Clock::now();
 };
 constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
@@ -1045,6 +1046,8 @@ void ServerMain(const char* program, bool gpu) {
         completions += listener.Poll();
         for (size_t i = listener.inbox.size(); i > 0; --i) {
           Message message = *listener.Take();
+          // Who has waited for this long has given up, and would take a place.
+          if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
           const std::string& body = BodyOf(message, AppMessageType::kConnect);
           uint64_t its_number = 0;
           if (body.size() < sizeof(its_number)) throw BadMessage("CONNECT");

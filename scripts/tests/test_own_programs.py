@@ -13,7 +13,7 @@ import pytest
 import chapters
 import fuzz
 from harness import BUILD, PROGRAMS, address_of
-from repository import (ROOT, build_source, parent, patched, programs, replaced, variant)
+from repository import (ROOT, build_source, parent, patched, programs, variant)
 from table import TABLE
 from test_tools import what_is_missing
 
@@ -125,70 +125,13 @@ RULES = r"^strict: seen .* rules broken: (\d+) "
 
 # ---- A ping-pong and a feed ----
 
-def cut(source, first, last, new):
-    """The source with something else for all from `first` through `last`."""
-    assert source.count(first) == 1, first
-    at = source.index(first)
-    end = source.index(last, at) + len(last)
-    return source[:at] + new + source[end:]
-
-
-def add(source, new, after):
-    """The source with something behind a line."""
-    assert source.count(after) == 1, after
-    return source.replace(after, after + new)
-
-
-def blocks(first, last):
-    """The C++ that a part of the page has its reader type, and what it begins with."""
-    with open(f"{ROOT}/chapters/appendix_own.md") as file:
-        page = file.read()
-    found = re.findall(r"(?ms)^```cpp\n(.*?)^```$",
-                       page[page.index(first):page.index(last)])
-    return own("blank"), found
-
-
-LAST_TYPE = "  kBye = 3,      // client: I want nothing more\n"
-BUSY = "  bool Busy() const { return false; }\n"
-MESSAGE = "  void HandleMessage(const Message& message) {\n"
-BYE = "  session.SayBye();\n"
-
-
-def typed_ping():
-    """What blank becomes as a reader of the page types a ping-pong."""
-    source, (kind, answer, client, busy) = blocks("## A ping-pong", "## A feed")
-    source = add(source, kind, LAST_TYPE)
-    source = cut(source, MESSAGE, "\n  }\n", MESSAGE + answer + "  }\n")
-    yield source
-    source = source.replace(BYE, client)
-    yield source
-    yield source.replace(BUSY, busy)
-
-
-def without_comments(source):
-    """Its lines, without comments and the text that explains its use."""
-    source = re.sub(r'kUsage =\n(    ".*\n)*', "", source)
-    return [line for line in (re.sub("//.*", "", line).strip()
-                              for line in source.split("\n")) if line]
-
-
-@pytest.mark.static
-def test_typed():
-    """In the end it is the patch's."""
-    *_, last = typed_ping()
-    assert without_comments(last) == without_comments(own("ping"))
-
-
 @pytest.mark.thorough
-def test_ping_from_the_page(run):
-    """It compiles after each step, and answers."""
-    *steps, _ = typed_ping()
-    for number, source in enumerate(steps):
-        made = Made(run, "ping", build_source("ping", source))
-        client = made.start()
-        assert client.wait() == 0, client.output
-        assert ("median" in client.output) == (number == 1)
-        made.stop()
+def test_ping(run):
+    """Each round gets its own answer."""
+    ping = Made(run, "ping")
+    client = ping.start()
+    assert client.wait() == 0 and "median" in client.output, client.output
+    ping.stop()
 
 
 OURS = "      if (slots[i].in_flight > 0) continue;\n"

@@ -342,8 +342,14 @@ def region_lanes(run, p, region):
         lane.shared = True
         lane.ops = [op for op in local if number(op.addr - region.addr) not in kept]
         lane.there = [op for op in region.remote if number(op.offset) not in kept]
-        for op in lane.ops + lane.there:
-            lane.add(op.t0, op.end, "bad" if op.wrong else "flight", "", op.name())
+        busy = []  # when some of them are in flight
+        for op in sorted(lane.ops + lane.there, key=lambda op: op.t0):
+            if busy and op.t0 <= busy[-1][1]:
+                busy[-1][1] = max(busy[-1][1], op.end)
+            else:
+                busy.append([op.t0, op.end])
+        for begin, until in busy:
+            lane.add(begin, until, "flight", "", "some of them")
         lanes.append(lane)
     free = region.size - sum(length for _, length in merged)
     if free > 0 and region.access & REMOTE:

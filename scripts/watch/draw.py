@@ -552,8 +552,8 @@ def depth(p, axis, y, height):
                             f"{y + height - height * n / most:.1f}"
                             for i, n in enumerate((now, top, after)))
         now = after
-    yield (f'<path class="data" style="fill: {style.PALETTE["pale-blue"]}; stroke: '
-           f'{style.PALETTE["blue"]}; marker-end: none; stroke-width: 1.2" d="{d}V{y + height}Z"/>')
+    yield (f'<path fill="{style.PALETTE["pale-blue"]}" stroke="{style.PALETTE["blue"]}" '
+           f'stroke-width="1.2" d="{d}V{y + height}Z"/>')
     yield text(LABEL - 10, y + 14, f"in flight: {most} at most", "small end")
     if p.rooms:
         yield text(LABEL - 10, y + 30, f"no room: {len(p.rooms)} ×", "small end")

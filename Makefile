@@ -150,7 +150,7 @@ $(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
 # optimizer takes longer than most of them run.
 TOOL_CXXFLAGS ?= $(CXXFLAGS)
 TOOLS := $(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_queue $(BUILD)/inside_lock \
-  $(BUILD)/inside_strangers $(BUILD)/races $(BUILD)/bench_loop
+  $(BUILD)/inside_strangers $(BUILD)/bench_loop
 LIBRARIES := $(BUILD)/reorder.so $(BUILD)/strict.so $(BUILD)/watch.so
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
@@ -158,11 +158,10 @@ $(BUILD)/inside_queue: scripts/tests/inside_queue.cpp scripts/tests/inside.h src
 $(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
 $(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp scripts/tests/inside.h \
   src/14_strangers.cpp
-$(BUILD)/races: scripts/watch/races.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
 $(BUILD)/reorder.so: scripts/tests/reorder.cpp scripts/tests/stand_in.h
 $(BUILD)/strict.so: scripts/tests/strict.cpp scripts/tests/stand_in.h
-$(BUILD)/watch.so: scripts/watch/recorder.cpp
+$(BUILD)/watch.so: scripts/watch/recorder.cpp scripts/tests/stand_in.h
 $(BUILD)/bench_loop $(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)
 $(LIBRARIES): SHARED := -shared -fPIC
 $(TOOLS) $(LIBRARIES): $(BUILD)/.flags
@@ -245,18 +244,18 @@ mutants:
 	  without_symbols "$$python" scripts/tests/mutants.py $(MUTANTS)'
 
 # Each has its variables at the top of its file in scripts/bench/.
-BENCHES := bench bench-variants bench-file bench-lock bench-rails bench-crowd bench-ring
+BENCHES := bench bench-variants bench-file bench-lock bench-crowd bench-ring
 bench bench-variants: MEASURED := 7_queue bench_loop
-bench-file: MEASURED := 7_queue 9_file
+bench-file: MEASURED := 9_file
 bench-lock: MEASURED := 10_lock
-bench-rails: MEASURED := 7_queue 11_rails
 bench-crowd: MEASURED := 13_crowd
 bench-ring: MEASURED := 15_ring bench_allreduce
 .PHONY: $(BENCHES)
 $(BENCHES):
 	@scripts/install-deps.sh build $(if $(filter %-crowd %-ring,$@),$@,bench)
 	@$(MAKE) --no-print-directory $(MEASURED:%=$(BUILD)/%)
-	@BUILD=$(BUILD) scripts/bench/bench.sh $(if $(filter bench,$@),queue,$(@:bench-%=%))
+	@BUILD=$(BUILD) python3 -B scripts/bench/bench_$(or \
+	  $(patsubst bench-%,%,$(filter-out bench bench-variants,$@)),queue).py $(@:bench-%=%)
 
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
@@ -354,7 +353,6 @@ help-all: help
 	@echo 'make bench-variants  what each of the things does that made 7_queue fast'
 	@echo 'make bench-file measure 9_file beside what this machine can do'
 	@echo 'make bench-lock measure 10_lock: one, two and four clients'
-	@echo 'make bench-rails measure 11_rails beside what several links can do'
 	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
 	@echo 'make bench-ring measure 15_ring beside MPI_Allreduce'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'

@@ -88,11 +88,8 @@ for group in "$@"; do
       need cpio cpio command -v cpio
       ;;
     bench)
-      # Links between namespaces.
-      need iproute2 iproute command -v ip
       need iperf3 iperf3 command -v iperf3
       need socat socat command -v socat
-      need python3-matplotlib python3-matplotlib python_with matplotlib
       if ls /sys/class/infiniband/* >/dev/null 2>&1; then
         need perftest perftest command -v ib_write_bw
       fi

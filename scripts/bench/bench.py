@@ -1,5 +1,5 @@
-"""What the benchmarks share: they run programs, measure them in turn, and print and draw
-what they have found. Variables of all:
+"""What the benchmarks share: they run programs, measure them in turn, and print what they
+have found. Variables of all:
   RUNS       the number of runs of each (3); the median counts
   PROVIDERS  as FI_PROVIDER takes them (by default those of shm, tcp, efa and
              verbs;ofi_rxm that are here)
@@ -8,7 +8,6 @@ what they have found. Variables of all:
 
 import contextlib
 import csv
-import io
 import json
 import os
 import random
@@ -23,10 +22,6 @@ import threading
 import time
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
-sys.path.append(f"{ROOT}/scripts/book")
-
-import style  # noqa: E402  (the path has to be known)
-
 BUILD = os.path.join(ROOT, os.environ.get("BUILD", "build"))
 RUNS = int(os.environ.get("RUNS", 3))
 # Otherwise two processes of one host use shared memory.
@@ -109,10 +104,8 @@ def build_variant(name, program, source):
     folder = os.path.join(BUILD, "bench", name)
     path = f"{folder}/src/{program}.cpp"
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    # Building takes longer than some runs.
-    if not os.path.exists(path) or style.read(path) != source:
-        with open(path, "w") as file:
-            file.write(source)
+    with open(path, "w") as file:
+        file.write(source)
     subprocess.run(["make", "-s", "-C", folder, "-f", f"{ROOT}/Makefile",
                     f"BUILD={folder}", f"{folder}/{program}"], check=True)
     return f"{folder}/{program}"
@@ -144,14 +137,13 @@ def num_pages(size):
     return max(1, min(2000, (64 << 20) // size))
 
 
-def measure_queue(provider, size, writes, program=f"{BUILD}/7_queue", hosts=((), ()),
-                  cores=(WRITER, TARGET)):
+def measure_queue(provider, size, writes, program=f"{BUILD}/7_queue"):
     """7_queue, in pages a second."""
     pages = max(1, min(num_pages(size), round(writes)))
     repeat = max(1, round(writes / pages))
-    with background(cores[0], provider, *hosts[0], program) as server:
-        run(cores[1], provider, *hosts[1], program, server_address(server),
-            str(size), str(pages), str(repeat))
+    with background(WRITER, provider, program) as server:
+        run(TARGET, provider, program, server_address(server), str(size), str(pages),
+            str(repeat))
         seconds, gbps, mpps = map(float, read_until(
             server, r"\[([0-9.]+)s\] WRITE: 100%.* bw=([0-9.]+).* ([0-9.]+)Mpps").groups())
     # All three have three decimals, so the largest is the most exact.
@@ -159,84 +151,21 @@ def measure_queue(provider, size, writes, program=f"{BUILD}/7_queue", hosts=((),
                (seconds, pages * repeat / max(seconds, 1e-3)))[1]
 
 
-def tcp_ip():
-    """The IP address that the tcp provider uses, from its own address."""
-    with background(WRITER, "tcp", f"{BUILD}/7_queue") as server:
-        address = bytes.fromhex(server_address(server))
-    if int.from_bytes(address[:2], sys.byteorder) == socket.AF_INET6:
-        return socket.inet_ntop(socket.AF_INET6, address[8:24])
-    return socket.inet_ntop(socket.AF_INET, address[4:8])
-
-
-def free_port(ip):
-    with socket.socket(socket.AF_INET6 if ":" in ip else socket.AF_INET) as free:
+def free_port():
+    with socket.socket() as free:
         free.bind(("", 0))
         return str(free.getsockname()[1])
 
 
-def measure_iperf3(ip, seconds=1, hosts=((), ())):
+def measure_iperf3():
     """One stream; returns bits a second."""
-    port = free_port(ip)
-    with background(TARGET, "", *hosts[1], "iperf3", "--server", "--one-off",
-                    "--bind", ip, "--port", port, "--forceflush") as server:
+    port = free_port()
+    with background(TARGET, "", "iperf3", "--server", "--one-off", "--bind", "127.0.0.1",
+                    "--port", port, "--forceflush") as server:
         read_until(server, "^Server listening")
-        output = run(WRITER, "", *hosts[0], "iperf3", "--client", ip, "--port",
-                     port, "--time", str(seconds), "--json")
+        output = run(WRITER, "", "iperf3", "--client", "127.0.0.1", "--port", port, "--time", "1",
+                     "--json")
     return json.loads(output)["end"]["sum_received"]["bits_per_second"]
-
-
-@contextlib.contextmanager
-def links(speeds):
-    """Makes two network namespaces with a cable between them for each of the speeds,
-    which holds in both directions. Yields the speeds in bits a second, the IP addresses
-    in the second namespace, and for each namespace the start of a command that runs in
-    it. Raises OSError or RuntimeError where that is not permitted."""
-    # Only root can do without a user namespace.
-    root = os.geteuid() == 0
-    unshare = ["unshare", "--net", *([] if root else ["--map-root-user"])]
-    nsenter = ["nsenter", *([] if root else ["--user", "--preserve-credentials"])]
-
-    with contextlib.ExitStack() as stack:
-        def namespace(*command):
-            """Returns the start of a command and the process that keeps the
-            namespace. The namespace has no name, so it is gone with its last
-            process, and this one ends when we do, whatever ends us."""
-            keeper = stack.enter_context(subprocess.Popen(
-                [*command, "sh", "-c", "echo; exec cat"], text=True,
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT))
-            line = keeper.stdout.readline()
-            if line != "\n":
-                raise RuntimeError(line or "no network namespace")
-            return [*nsenter, f"--target={keeper.pid}", "--net"], keeper
-
-        first, _ = namespace(*unshare)
-        second, keeper = namespace(*first, "unshare", "--net")
-        rates = []
-        for cable, speed in enumerate(speeds):
-            name = f"cable{cable}"
-            run(WRITER, "", *first, "ip", "link", "add", name, "type", "veth",
-                "peer", "name", name, "netns", str(keeper.pid))
-            for number, enter in enumerate([first, second], 1):
-                # The kernel sends up to 64 KiB at a time, so the bucket has room for
-                # several of those.
-                run(WRITER, "", *enter, "sh", "-ec", f"""
-                    ip address add 10.11.{cable}.{number}/24 dev {name}
-                    ip link set {name} up
-                    tc qdisc add dev {name} root tbf rate {speed} burst 256kb latency 20ms
-                    """)
-            # libfabric passes over an interface that is not yet running.
-            for enter in [first, second]:
-                run(WRITER, "", *enter, "sh", "-c",
-                    f"until ip -br link show {name} | grep -q ' UP '; do sleep 0.01; done")
-            shown = run(WRITER, "", *first, "tc", "-json", "qdisc", "show", "dev", name)
-            rates.append(8 * json.loads(shown)[0]["options"]["rate"])
-        yield rates, [f"10.11.{cable}.2" for cable in range(len(speeds))], [first, second]
-
-
-def over(cable, hosts):
-    """For each namespace, the start of a command that uses one cable."""
-    return [[*enter, "env", f"FI_TCP_IFACE=cable{cable}"] for enter in hosts]
 
 
 # ---- Results ----
@@ -307,66 +236,9 @@ def to_text(size):
     return f"{size >> 10} KiB" if size % (1 << 10) == 0 else f"{size} B"
 
 
-def look(number):
-    """How the line of a provider looks, which differs without colours, too."""
-    return {"color": style.PALETTE[["blue", "amber", "green", "red"][number % 4]],
-            "marker": "os^D"[number % 4], "markersize": 8}
-
-
-def draw(name, xlabel, ticks, *charts):
-    """Draws charts, one below the other, in the style of the other figures. A chart is a
-    label, whether it is logarithmic, and lines: their labels, x, y, and looks. Needs
-    matplotlib."""
-    path = os.path.join(BUILD, f"{name}.svg")
-    try:
-        import matplotlib
-        matplotlib.use("svg")
-        from matplotlib import pyplot
-    except ImportError as error:
-        print(f"Not drawn: {path} ({error})")
-        return
-    text, line = style.PALETTE["text"], style.PALETTE["line"]
-    pyplot.rcParams.update({
-        # Keep texts as texts, and make the same file of the same data.
-        "svg.fonttype": "none", "svg.hashsalt": "chart",
-        "font.size": 16, "text.color": text, "axes.labelcolor": text,
-        "xtick.color": text, "ytick.color": text, "axes.edgecolor": line,
-        "axes.grid": True, "grid.color": line, "grid.linewidth": 0.5})
-    figure, all_axes = pyplot.subplots(
-        len(charts), figsize=(740 / 72, (400 + 160 * len(charts)) / 72), sharex=True,
-        squeeze=False, gridspec_kw={"height_ratios": [3, 2][:len(charts)]})
-    for axes, (ylabel, logarithmic, lines) in zip(all_axes[:, 0], charts):
-        for label, x, y, looks in lines:
-            axes.plot(x, y, label=label, **{"linewidth": 2, **looks})
-        axes.set_xscale("log", base=2)
-        axes.set_ylabel(ylabel, rotation_mode="anchor")
-        if logarithmic:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_formatter("{x:g}")
-        else:
-            axes.set_ylim(bottom=0)
-    axes.set_xticks([*ticks], ticks.values())
-    axes.set_xlabel(xlabel)
-    # Above the axes, where no line crosses it.
-    all_axes[0, 0].legend(loc="lower center", bbox_to_anchor=(0.5, 1), ncol=2,
-                          handlelength=3, frameon=False)
-    figure.tight_layout()
-    chart = io.StringIO()
-    figure.savefig(chart, format="svg", transparent=True,
-                   metadata=dict.fromkeys(["Creator", "Date", "Format", "Type"]))
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(style.themed(chart.getvalue()))
-    print(f"Written: {path}")
-
-
 def exit_on_signals():
-    """Either way to interrupt us ends the programs that we have started. A second
-    signal is ignored, because it would end the cleaning up."""
-    signums = [signal.SIGINT, signal.SIGTERM]
-
+    """Either way to interrupt us ends the programs that we have started."""
     def interrupt(*_):
-        for signum in signums:
-            signal.signal(signum, signal.SIG_IGN)
         sys.exit("interrupted")
-    for signum in signums:
+    for signum in signal.SIGINT, signal.SIGTERM:
         signal.signal(signum, interrupt)

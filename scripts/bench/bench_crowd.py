@@ -74,7 +74,7 @@ def measure_crowd(program, provider, clients):
 
 
 def measure_redis(clients):
-    port = bench.free_port("127.0.0.1")
+    port = bench.free_port()
     with background(bench.TARGET, "", "redis-server", "--port", port, "--bind", "127.0.0.1",
                     "--save", "", "--appendonly", "no") as server:
         read_until(server, "Ready to accept connections")

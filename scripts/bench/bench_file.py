@@ -2,11 +2,7 @@
 memory, because the files are on a tmpfs, all in turn:
   9_file     for each provider and number of slots; and with a disk that takes the receiver
              2 ms longer for each chunk: while that saves some, other slots are filled,
-  7_queue    for each provider, with pages as large as the chunks of 9_file:
-             the same WRITEs, but nothing reads or writes a file,
-  cp         a copy of the same file,
-  socat      the same file through a TCP socket, on the interface of the tcp
-             provider.
+  socat      the same file through a TCP socket.
 Every program may use all cores, as they do outside a benchmark: the threads of
 9_file that read and write the file would not fit on the cores of its pollers.
 
@@ -29,7 +25,6 @@ from bench import ANY_CORE, BUILD, background, run, show
 FILE_SIZE = bench.to_bytes(os.environ.get("FILE_SIZE", "1G"))
 SLOTS = sorted(int(n) for n in os.environ.get("SLOTS", "1 2 4 8 16").split())
 MEMORY = "/dev/shm"
-CHUNK_SIZE = 1 << 20     # of 9_file
 SLOW_DISK_MS = 2
 SOCAT_BLOCK = 1 << 20    # bytes; of 8K to 4M the fastest
 
@@ -41,9 +36,7 @@ def new_file():
     if room < 2.5 * FILE_SIZE:
         sys.exit(f"{MEMORY} has room for {room >> 20} MiB. FILE_SIZE must be "
                  f"{int(room / 2.5) >> 20}M at most.")
-    # The number of our process tells a test which folder is ours.
-    with tempfile.TemporaryDirectory(prefix=f"bench-file.{os.getpid()}.",
-                                     dir=MEMORY) as folder:
+    with tempfile.TemporaryDirectory(prefix="bench-file.", dir=MEMORY) as folder:
         os.mkdir(f"{folder}/target")
         block = os.urandom(1 << 20)
         with open(f"{folder}/source", "wb") as file:
@@ -85,31 +78,17 @@ def measure_file(provider, source, slots, *disk):
     return float(re.search(r"^Sent .* ([0-9.]+) Gbps", output, re.M)[1])
 
 
-def measure_queue(provider):
-    """7_queue, with as many bytes."""
-    return CHUNK_SIZE * 8e-9 * bench.measure_queue(
-        provider, CHUNK_SIZE, max(1, FILE_SIZE // CHUNK_SIZE), cores=(ANY_CORE, ANY_CORE))
-
-
-def measure_cp(source):
-    with target_of(source) as target:
-        started_at = time.monotonic()
-        run(ANY_CORE, "", "cp", source, target)
-        return gbps(started_at)
-
-
-def measure_socat(ip, source):
+def measure_socat(source):
     """From the start of the sender until the receiver has ended."""
-    port = bench.free_port(ip)
-    tcp, host = ("TCP6", f"[{ip}]") if ":" in ip else ("TCP4", ip)
+    port = bench.free_port()
     # With -d -d it says when it listens.
     socat = ["socat", "-d", "-d", "-u", "-b", str(SOCAT_BLOCK)]
     with target_of(source) as target:
-        with background(ANY_CORE, "", *socat, f"{tcp}-LISTEN:{port},bind={host}",
+        with background(ANY_CORE, "", *socat, f"TCP4-LISTEN:{port},bind=127.0.0.1",
                         f"OPEN:{target},creat,wronly") as receiver:
             bench.read_until(receiver, "listening on")
             started_at = time.monotonic()
-            run(ANY_CORE, "", *socat, f"OPEN:{source},rdonly", f"{tcp}:{host}:{port}")
+            run(ANY_CORE, "", *socat, f"OPEN:{source},rdonly", f"TCP4:127.0.0.1:{port}")
             receiver.wait(bench.TIME_LIMIT)
             return gbps(started_at)
 
@@ -121,11 +100,8 @@ def slow(provider):
 
 
 def measure_all(providers, source):
-    ip = bench.tcp_ip()
-    steps = {("cp", "", ""): lambda: measure_cp(source),
-             ("socat", "", ""): lambda: measure_socat(ip, source)}
+    steps = {("socat", "", ""): lambda: measure_socat(source)}
     for p in providers:
-        steps["7_queue", p, ""] = lambda p=p: measure_queue(p)
         for n in SLOTS:
             steps["9_file", p, n] = lambda p=p, n=n: measure_file(p, source, n)
             steps["9_file", slow(p), n] = lambda p=p, n=n: measure_file(
@@ -136,42 +112,16 @@ def measure_all(providers, source):
 
 
 def print_all(results, providers):
-    rows = [["", "slots", "Gbps", "/ 1 slot", "/ 7_queue", "/ cp", "/ socat"]]
+    rows = [["", "slots", "Gbps", "/ 1 slot", "/ socat"]]
     for place in [*providers, *map(slow, providers)]:
-        # The slow disk is compared with nothing but itself.
-        others = [("7_queue", place, ""), *(("cp", "", ""), ("socat", "", "")) *
-                  (place in providers)]
         for slots in SLOTS:
             key = ("9_file", place, slots)
-            ratios = [results.ratio(key, other) for other in [("9_file", place, 1), *others]]
             rows.append([place, str(slots), show(results.median(*key), 3),
-                         *map(show, ratios + [None] * (4 - len(ratios)))])
+                         *(show(results.ratio(key, other))
+                           for other in [("9_file", place, 1), ("socat", "", "")])])
     bench.print_table(f"9_file, and its ratio to others (medians; {FILE_SIZE * 1e-6:.3f} MB):",
                       rows)
-    bench.print_table("The others, in Gbps:", [["", ""], *(
-        [" ".join(key[:2]).strip(), show(results.median(*key), 3)]
-        for key in results.values if key[0] != "9_file")])
-
-
-def draw(results, providers):
-    """The bandwidth over the number of slots."""
-    lines = [(f"9_file, {p}", SLOTS, [results.median("9_file", p, n) for n in SLOTS],
-              bench.look(number)) for number, p in enumerate(providers)]
-    colours = bench.style.PALETTE
-    others = [("cp", "", {"color": colours["faint"], "linestyle": ":"}),
-              ("socat", "", {"color": colours["faint"], "linestyle": "-."})]
-    if "tcp" in providers:
-        colour = bench.look(providers.index("tcp"))["color"]
-        lines.append((f"9_file, {slow('tcp')}", SLOTS,
-                      [results.median("9_file", slow("tcp"), n) for n in SLOTS],
-                      {"color": colour, "linestyle": "--", "marker": "v", "markersize": 9,
-                       "markerfacecolor": "none"}))
-        others.append(("7_queue", "tcp", {"color": colour, "alpha": 0.4, "linewidth": 8}))
-    lines += [(f"{program}, {place}".strip(", "), SLOTS,
-               [results.median(program, place, "")] * len(SLOTS), looks)
-              for program, place, looks in others]
-    bench.draw("bench-file", "slots", {n: str(n) for n in SLOTS},
-               ("bandwidth in Gbps", False, lines))
+    print(f"socat: {results.median('socat', '', ''):.3f} Gbps")
 
 
 def main():
@@ -181,7 +131,6 @@ def main():
         results = measure_all(providers, source)
     print_all(results, providers)
     results.write("bench-file")
-    draw(results, providers)
 
 
 if __name__ == "__main__":

@@ -2,21 +2,17 @@
 and page size, in turn with it
   bare loop    around fi_writemsg (bench_loop.cpp), with the settings that are best here,
   memcpy       one copy of the same pages,
-  iperf3       one stream on the interface of the tcp provider (it has no page size),
+  iperf3       one stream (it has no page size),
   ib_write_bw  perftest, which does the same by verbs alone (where the provider is verbs).
-Before that, 7_queue and iperf3 in turn over a link of a known speed, between two network
-namespaces, where the machine permits it.
 
 With `variants`: 7_queue with one of CHANGES below, beside the unchanged program.
 
 Variables:
   SIZES     page sizes ("64 256 1K 4K 16K 64K 256K 1M"; variants: "64 64K")
-  LINK      the speed of the link, as tc takes it (2gbit); empty: no link
   SECONDS   of a run, roughly (0.25)
   VARIANTS  names of CHANGES (all)
 """
 
-import contextlib
 import os
 import random
 import re
@@ -32,8 +28,6 @@ from bench import (BUILD, ROOT, TARGET, TIME_LIMIT, WRITER, background, free_por
 OF_VARIANTS = sys.argv[1:2] == ["variants"]
 SIZES = sorted(map(bench.to_bytes, os.environ.get(
     "SIZES", "64 64K" if OF_VARIANTS else "64 256 1K 4K 16K 64K 256K 1M").split()))
-LINK = os.environ.get("LINK", "2gbit")
-LINK_SIZE = 65536  # the page size there, in bytes
 SECONDS = float(os.environ.get("SECONDS", 0.25))
 
 # Settings of the bare loop, as bench_loop takes them: when a WRITE is complete,
@@ -100,7 +94,7 @@ def measure_write_bw(provider, size, writes):
         device = read_until(server, "^domain: ([^, ]+)")[1]
     # Line by line, as on a terminal.
     command = ["stdbuf", "-oL", "ib_write_bw", "--ib-dev", device, "--size", str(size),
-               "--iters", str(max(5, writes)), "--port", free_port("127.0.0.1"), "--CPU-freq"]
+               "--iters", str(max(5, writes)), "--port", free_port(), "--CPU-freq"]
     with background(TARGET, "", *command) as server:
         read_until(server, "Waiting for client")  # it prints this before it listens
         time.sleep(0.5)
@@ -112,35 +106,11 @@ def guess(size):
     return 1 / (2e-6 + size / 4e9)
 
 
-def measure_link(results):
-    """7_queue over tcp and iperf3, in turn."""
-    with contextlib.ExitStack() as stack:
-        try:
-            [speed], [ip], hosts = stack.enter_context(bench.links([LINK]))
-        except (OSError, RuntimeError) as error:
-            print(f"No link of {LINK}: {str(error).strip().splitlines()[-1]}")
-            return
-        hosts = bench.over(0, hosts)
-        seconds = max(1, round(8 * SECONDS))
-        results.measure({
-            ("7_queue", "link", LINK_SIZE): lambda: measure_queue(
-                "tcp", LINK_SIZE, seconds * speed / 8 / LINK_SIZE, hosts=hosts),
-            ("iperf3", "link", LINK_SIZE): lambda: bench.measure_iperf3(
-                ip, seconds, hosts) / 8 / LINK_SIZE})
-    rates = {program: results.median(program, "link", LINK_SIZE) * LINK_SIZE * 8
-             for program in ["7_queue", "iperf3"]}
-    print_table(f"A link of {LINK} (medians):", [
-        ["", "Gbps", "of it"],
-        *([program, show(rate * 1e-9, 3), show(rate / speed, 3)]
-          for program, rate in rates.items())])
-
-
 # ---- The benchmark ----
 
 def measure_all(results, providers):
     """Returns the best settings of the bare loop."""
     best = {(p, size): best_settings(p, size) for p in providers for size in SIZES}
-    ip = bench.tcp_ip()
     steps = {}
 
     def add(program, provider, size, measure):
@@ -158,7 +128,7 @@ def measure_all(results, providers):
             if "verbs" in p and shutil.which("ib_write_bw"):
                 add("ib_write_bw", p, size, measure_write_bw)
     # It sends blocks of 128 KiB, so it says nothing about smaller pages.
-    steps["iperf3", "", 65536] = lambda: bench.measure_iperf3(ip) / 8 / 65536
+    steps["iperf3", "", 65536] = lambda: bench.measure_iperf3() / 8 / 65536
     results.measure(steps)
     return best
 
@@ -179,43 +149,17 @@ def print_all(results, providers, best):
                 "completion level,\nWRITEs posted for each reading of the completion queue, "
                 "entries read at a time:", [
                     ["page size", *(f"{p}{x}" for p in providers for x in ("", ", settings"))],
-                    *([to_text(size), *sum(([show(beside(results, p, size)), best[p, size]]
-                                            for p in providers), [])] for size in SIZES)])
-
-
-def beside(results, provider, size):
-    return results.ratio(("7_queue", provider, size), ("bare loop", provider, size))
-
-
-def draw(results, providers):
-    """The bandwidth over the page size, and below it 7_queue beside the bare loop: a fifth
-    would be lost on a logarithmic axis."""
-    def gbps(*key):
-        return [results.median(*key, size) * size * 8e-9 for size in SIZES]
-
-    faint = bench.style.PALETTE["faint"]
-    large = [size for size in SIZES if size >= 65536] or SIZES[-1:]
-    bench.draw(
-        "bench", "page size", {size: to_text(size) for size in SIZES},
-        ("bandwidth in Gbps", True, [
-            ("memcpy", SIZES, gbps("memcpy", ""), {"color": faint, "linestyle": ":"}),
-            ("iperf3, one stream", large,
-             [results.median("iperf3", "", 65536) * 65536 * 8e-9] * len(large),
-             {"color": faint, "linestyle": "-."}),
-            *((f"7_queue, {p}", SIZES, gbps("7_queue", p), bench.look(number))
-              for number, p in enumerate(providers))]),
-        ("7_queue / bare loop", False, [
-            (p, SIZES, [beside(results, p, size) for size in SIZES],
-             {**bench.look(number), "linestyle": ":", "linewidth": 1})
-            for number, p in enumerate(providers)] + [
-                ("", SIZES, [1] * len(SIZES), {"color": faint})]))
+                    *([to_text(size), *sum(([show(results.ratio(("7_queue", p, size), ("bare loop", p, size))),
+                                             best[p, size]] for p in providers), [])]
+                      for size in SIZES)])
 
 
 # ---- Variants ----
 
 def changed_source(name):
     """The source of 7_queue with one change."""
-    source = bench.style.read(f"{ROOT}/src/7_queue.cpp")
+    with open(f"{ROOT}/src/7_queue.cpp") as file:
+        source = file.read()
     pairs = CHANGES[name][1:]
     for old, new in zip(pairs[::2], pairs[1::2]):
         if source.count(old) != 1:
@@ -254,12 +198,9 @@ def main():
         measure_variants(providers)
         return
     results = bench.Results("program", "provider", "page_size")
-    if LINK:
-        measure_link(results)
     best = measure_all(results, providers)
     print_all(results, providers, best)
     results.write("bench")
-    draw(results, providers)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 #!/bin/bash
 # Draws each Mermaid figure of the chapters in a browser, as GitHub does, into
-# build/figures/CHAPTER-1.png and so on. Fails if Mermaid reports an error, and names
-# its chapter and line.
+# build/figures/CHAPTER-1.png and so on. Fails if Mermaid reports an error.
 #
 # Usage: scripts/book/figures.sh [CHAPTER...]     (make figures; chapters/*.md)
 set -euo pipefail
@@ -12,21 +11,10 @@ packages=(@mermaid-js/mermaid-cli@11.12.0 puppeteer@23.11.1 mermaid@11.12.2)
 
 cd "$(dirname "$0")/../.."
 . scripts/common.sh
-[ $# -gt 0 ] || set -- chapters/*.md
+[ $# -gt 0 ] || set -- $(grep -l '```mermaid' chapters/*.md)
 
 dir=build/figures
 mkdir -p "$dir"
-
-# Prints the line of each ```mermaid, and writes the figure to PREFIX-N.mmd.
-split() {  # CHAPTER PREFIX
-  awk -v prefix="$2" '
-    /^ *```/ && file { close(file); file = ""; next }
-    /^ *```mermaid *$/ { file = prefix "-" ++n ".mmd"; print NR
-                         printf "" >file; next }
-    file { print >file }' "$1"
-}
-
-rm -f "$dir"/*.png "$dir"/*.mmd
 scripts/install-deps.sh figures
 
 # No package runs code while it is being installed, and none downloads a browser.
@@ -49,31 +37,8 @@ cat >"$dir/browser.json" <<END
 }
 END
 
-failed=0
-count=0
 for chapter; do
-  name=$(basename "$chapter" .md)
-  lines=$(split "$chapter" "$dir/$name")
-  n=0
-  for line in $lines; do
-    n=$((n + 1))
-    figure=$dir/$name-$n
-    if said=$(timeout 120 "$dir/node_modules/.bin/mmdc" -q -i "$figure.mmd" \
-      -o "$figure.png" -b white -s 2 -p "$dir/browser.json" 2>&1) &&
-      [ -s "$figure.png" ]; then
-      count=$((count + 1))
-      echo "$chapter:$line: $figure.png"
-    else
-      # Mermaid counts from the line after ```mermaid.
-      if [[ $said =~ [Oo]n\ line\ ([0-9]+) ]]; then
-        line=$((line + BASH_REMATCH[1]))
-      fi
-      # Leaves out the places in Mermaid's own code.
-      printf '%s:%s: error in figure %s:\n%s\n' "$chapter" "$line" "$n" \
-        "$(grep -v -e '^$' -e '^ *at ' -e node_modules <<<"$said")" >&2
-      failed=1
-    fi
-  done
+  rm -f "$dir/$(basename "$chapter" .md)"-*.png
+  run timeout 300 "$dir/node_modules/.bin/mmdc" -q -i "$chapter" \
+    -o "$dir/$(basename "$chapter")" -e png -b white -s 2 -p "$dir/browser.json"
 done
-echo "$count figures drawn"
-exit "$failed"

@@ -6,7 +6,6 @@ touch that memory, and four events change it: post, completion, notification, an
 
 Usage: scripts/book/owner.py     (make figures)"""
 
-import textwrap
 import typing
 
 import style
@@ -34,8 +33,7 @@ class Lane(typing.NamedTuple):
 
 
 class Figure(typing.NamedTuple):
-    title: str
-    desc: str
+    title: str  # what it shows is told where a chapter shows it
     mine: Lane
     theirs: Lane
     # (class, from, to): down, or up for a reply; "CLASS up" and "CLASS down" say which;
@@ -47,12 +45,6 @@ class Figure(typing.NamedTuple):
 FIGURES = {
     4: Figure(
         "Who owns it now? A SEND and a RECV",
-        """Time runs from left to right, in two lanes. The client's buffer of a SEND is the
-        client's until it posts the SEND, in flight until the SEND's completion, and then the
-        client's again. The server's buffer of a RECV is the server's until it posts the
-        RECV, in flight until the RECV's completion, then the server's, until it posts the
-        RECV again. The message leaves the first buffer and arrives in the second while both
-        are in flight, and a confirmation travels back.""",
         Lane("the client's, for a SEND",
              [(12, "mine", "mine"), (112, "flight", "in flight"), (412, "mine", "mine")],
              [(112, ["post"], "bold"), (412, ["completion"], "bold")]),
@@ -65,12 +57,6 @@ FIGURES = {
         [(164, 1, "the message", "end"), (356, 1, "delivered", "")]),
     5: Figure(
         "Who owns it now? A SEND to a client that dies",
-        """Time runs from left to right, in two lanes. The server's buffer of a SEND is the
-        server's until it posts the SEND, and then in flight. The client has posted a RECV
-        long ago, but it is killed before the message arrives, and its memory is gone. No
-        completion comes. After 10 seconds of silence the server closes the endpoint of this
-        client's session. Only when fi_close has returned is the buffer the server's
-        again.""",
         Lane("the server's, for a SEND",
              [(12, "mine", "mine"), (92, "flight", "in flight, and no completion comes"),
               (432, "mine", "mine")],
@@ -83,13 +69,6 @@ FIGURES = {
         [(174, 1, "nobody takes it", "wrong")]),
     6: Figure(
         "Who owns it now? WRITEs, and the notification",
-        """Time runs from left to right, in two lanes. The client's memory is the client's until
-        its request lends it to the server, and in flight while there are WRITEs. It is the
-        client's again with the notification, the completion of the last WRITE at the client,
-        and not with any completion at the server. The server's pages are the server's until
-        it posts the first seven of eight WRITEs, then in flight. When these seven have
-        completed, and not before, it posts the last one, which carries the number. With the
-        completion of the last one, all pages are the server's again.""",
         Lane("the client's pages",
              [(12, "mine", "mine"), (62, "lent", "lent"), (106, "flight", "in flight"),
               (384, "mine", "mine")],
@@ -105,13 +84,6 @@ FIGURES = {
          (324, 0, "page and", "end"), (296, 1, "number", "end")]),
     7: Figure(
         "Who owns it now? A page that waits in pending_ops",
-        """Time runs from left to right, in two lanes. The server's page is the server's until
-        it posts the WRITE. libfabric has no room, so the operation waits in the queue
-        pending_ops, and the page is not the server's any more, although libfabric has not
-        seen it yet. When there is room, libfabric takes the operation. The page is the
-        server's again with the completion. The client's page has been lent to the server. It
-        is in flight from the moment when libfabric takes the WRITE until it has completed, and
-        the client's again with the notification, when the last WRITE of all has arrived.""",
         Lane("a page of the server's",
              [(12, "mine", "mine"), (72, "flight", "waits in pending_ops"),
               (248, "flight", "in flight"), (382, "mine", "mine")],
@@ -126,13 +98,6 @@ FIGURES = {
          (290, 2, "the page", "end")]),
     8: Figure(
         "Who owns it now? A piece that the client has borrowed",
-        """Time runs from left to right, in two lanes. A piece of the server's pool is the
-        server's until it answers the client's MALLOC: now the piece is lent to the client.
-        The client's own place is the client's until it posts a WRITE. From then on both are in
-        flight until the WRITE's completion, then both are the client's again. The same
-        happens with a READ, which brings the bytes back. When the client posts its FREE, the
-        piece is not the client's any more. A READ or WRITE after that, drawn in red, still
-        succeeds, in a piece that may be another client's by now.""",
         Lane("a place in the client's pool",
              [(12, "mine", "mine"), (108, "flight", "WRITE"), (188, "mine", "mine"),
               (236, "flight", "READ"), (312, "mine", "mine")],
@@ -148,13 +113,6 @@ FIGURES = {
         [(412, 0, "use after", "wrong"), (412, 1, "FREE", "wrong")]),
     9: Figure(
         "Who owns it now? A slot on either side",
-        """Time runs from left to right, in two lanes. A slot of the sender's is the sender's
-        while a thread reads chunk 0 into it, in flight from the post of the WRITE until its
-        completion, and then the sender's again: a thread reads its next chunk, 8. The slot
-        of the receiver's into which it goes was lent to the sender. It is in flight until
-        the notification, then the receiver's, which saves the chunk. Only its credit lends
-        that slot to the sender again. With both, the chunk and the credit, the sender posts
-        the next WRITE.""",
         Lane("a slot of the sender's",
              [(12, "mine", "reads chunk 0"), (128, "flight", "in flight"),
               (238, "mine", "reads chunk 8"), (424, "flight", "in flight")],
@@ -171,14 +129,6 @@ FIGURES = {
          (458, 2, "chunk 8", "end")]),
     10: Figure(
         "Who owns it now? A ledger, and the swap that makes it everybody's",
-        """Time runs from left to right, in two lanes. A client changes a ledger in its own
-        registered memory, which is its own until it posts the WRITE, and again with the
-        completion. So is the buffer of the swap, later. The WRITE goes aside, into a ledger of the server's table that is scratch
-        paper and that only this client writes. It stays this client's when it has been
-        written. Then the client posts a swap of the word that names the valid ledger. The swap
-        makes the ledger everybody's: all clients may READ it, and none may change it. The
-        completion of the swap says whether the word was what the client expected. If not, the
-        ledger is still scratch paper.""",
         Lane("the ledger's, then the swap's",
              [(12, "mine", "mine"), (72, "flight", "WRITE"), (172, "mine", "mine"),
               (226, "flight", "swap"), (372, "mine", "mine")],
@@ -192,13 +142,6 @@ FIGURES = {
         [(352, 1, "as expected", "")]),
     11: Figure(
         "Who owns it now? A page, and a rail that fails",
-        """Time runs from left to right, in two lanes. The server's page is the server's until
-        it posts the WRITE on rail A, and then in flight. Rail A falls silent. After 4 seconds
-        the server closes its end of A and posts the same WRITE on rail B. With the completion
-        there, the page is the server's again. The client's place has been lent to the server,
-        and in flight since the first post. The notification says that the page is there. But
-        bytes of rail A, drawn in red, may arrive after it, so the place stays in flight until
-        the client has closed all its rails. Only then is it the client's again.""",
         Lane("a page of the server's",
              [(12, "mine", "mine"), (76, "flight", "on rail A"), (228, "flight", "on rail B"),
               (324, "mine", "mine")],
@@ -212,12 +155,6 @@ FIGURES = {
         [(102, 2, "bytes of A, late", "wrong"), (330, 0, "in place on B", "")]),
     13: Figure(
         "Who owns it now? A SEND to a client that is forgotten",
-        """Time runs from left to right, in two lanes. The server's buffer of a SEND is the
-        server's until it posts the SEND, and then in flight. The client's RECVs are full of
-        messages that it never reads, so this one does not arrive. The server forgets the
-        client and removes its address, but the endpoint stays open for all others. The buffer
-        is the server's again with the SEND's completion, which brings an error. Without that
-        completion it stays in flight.""",
         Lane("the server's, for a SEND",
              [(12, "mine", "mine"), (92, "flight", "in flight"), (392, "mine", "mine")],
              [(92, ["post"], "bold"), (242, ["forgotten:", "fi_av_remove"], ""),
@@ -229,11 +166,6 @@ FIGURES = {
         [(174, 1, "no RECV is left for it", "wrong")]),
     14: Figure(
         "Who owns it now? A WAIT to an invented address",
-        """Time runs from left to right, in two lanes. The server's memory of a WAIT is in
-        flight only while fi_inject is called, which copies it, and then the server's again.
-        The provider's copy is in flight from then on. Nobody is at the address, so it does
-        not leave. It is gone when fi_close of the endpoint of the waiting line has
-        returned.""",
         Lane("the server's, for a WAIT",
              [(12, "mine", "mine"), (112, "flight", ""), (152, "mine", "mine: copied, so change it")],
              [(112, ["fi_inject"], "bold", 1), (152, ["it returns"], "bold")]),
@@ -245,12 +177,6 @@ FIGURES = {
         []),
     15: Figure(
         "Who owns it now? A block of my array, and a slot of my right neighbour",
-        """Time runs from left to right, in two lanes. A block of my array is mine until I post
-        WRITE n of it, and again with the completion. The slot at my right neighbour is lent to
-        me, and in flight from the post on. Number n, which arrives with the WRITE, makes it the
-        neighbour's, who adds it to its own array. Its credit lends me the slot again, here
-        before my WRITE has completed. Only after both, the credit and the completion, do I post
-        WRITE n + 8 into the slot, from another block.""",
         Lane("a block of the array",
              [(12, "mine", "mine"), (92, "flight", "in flight"), (346, "mine", "mine, to change")],
              [(92, ["post"], "bold"), (346, ["completion"], "bold")]),
@@ -331,13 +257,11 @@ def draw(figure):
     lines += [text(LEFT, time, "time", "faint"),
               f'<path class="call" d="M{LEFT + 40},{time - 5}H{RIGHT}"/>']
     kinds = sorted({"call", *(kind.split()[0] for kind, _, _ in figure.arrows)})
-    desc = textwrap.fill(" ".join(figure.desc.split()), 90, subsequent_indent="    ")
     drawing = "\n".join(f"  {line}" for line in lines)
     return style.styled(f"""\
 <svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {time + 8}" width="{WIDTH}"
-     height="{time + 8}" role="img" aria-labelledby="title desc">
-  <title id="title">{figure.title}</title>
-  <desc id="desc">{desc}</desc>
+     height="{time + 8}" role="img">
+  <title>{figure.title}</title>
   <style>
 {style.SHEET}  </style>
   <defs>

@@ -38,7 +38,6 @@ ROLES = {
 }
 
 TAG = re.compile(r'<(\w+)((?:\s+[\w:-]+="[^"]*")+)')
-COLOUR = re.compile(r"(fill|stroke): (none|#\w{6}|var\(--([\w-]+)\))(?:; |;?$)")
 
 
 def figures():
@@ -63,21 +62,13 @@ def colours(shape, classes):
 
 
 def coloured(tag):
-    """An opening tag with its colours as attributes: those of its class or, in a chart,
-    those of its style."""
+    """An opening tag with the colours of its class as attributes."""
     shape, attributes = tag.groups()
     classes = re.search(r'\sclass="([^"]*)"', attributes)
-    own = re.search(r'\sstyle="([^"]*)"', attributes)
-    if own and COLOUR.search(own[1]):
-        found = {name: PALETTE.get(variable, value)
-                 for name, value, variable in COLOUR.findall(own[1])}
-        rest = re.sub("; $", "", COLOUR.sub("", own[1]))
-        attributes = attributes.replace(own[0], f' style="{rest}"' if rest else "")
-    elif shape in ("rect", "path", "circle", "polygon", "text") and (
+    if shape not in ("rect", "path", "circle", "polygon", "text") or not (
             classes or shape == "text" and " fill=" not in attributes):
-        found = colours(shape, classes[1].split() if classes else [])
-    else:
         return tag[0]
+    found = colours(shape, classes[1].split() if classes else [])
     for name in found:
         attributes = re.sub(rf'\s{name}="[^"]*"', "", attributes)
     added = "".join(f' {name}="{value}"' for name, value in found.items())
@@ -89,15 +80,6 @@ def coloured(tag):
 def styled(figure):
     """A figure in today's style. Rules of its own may follow the sheet."""
     return TAG.sub(coloured, COPY.sub(lambda copy: SHEET, figure))
-
-
-def themed(chart):
-    """Gives a chart of matplotlib the style. Its colours are those of the palette, so
-    they follow the page, too."""
-    # Leaves the font and the size in pixels to the sheet.
-    chart = re.sub(r"font: [^;\"]*(; )?", "", chart)
-    chart = re.sub(r'(width|height)="(\d+)pt"', r'\1="\2"', chart)
-    return styled(chart.replace("<defs>", f"<style>\n{SHEET}</style>\n <defs>", 1))
 
 
 def main():

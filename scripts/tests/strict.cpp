@@ -696,6 +696,12 @@ void Fail(Op& op, struct fi_cq_err_entry entry) {
   op.ep->cq->failures.push_back({&op, entry});
 }
 
+void Fail(Op& op, int error) {
+  struct fi_cq_err_entry entry = {};
+  entry.err = error;
+  Fail(op, entry);
+}
+
 void ForgetIfDone(Op* op) {
   if (!op->reported || op->pieces_left > 0) return;
   op->ep->in_flight.erase(op);
@@ -719,10 +725,8 @@ bool Start(Piece& piece) {
   ssize_t ret = HandOver(piece);
   if (ret == -FI_EAGAIN) return false;
   if (ret != 0) {
-    struct fi_cq_err_entry entry = {};
-    entry.err = static_cast<int>(-ret);
     --op.pieces_left;
-    Fail(op, entry);
+    Fail(op, static_cast<int>(-ret));
     ForgetIfDone(&op);
   }
   return true;
@@ -798,9 +802,7 @@ ssize_t Accept(std::unique_ptr<Op> owned, void* context) {
     Violation("cq", "more operations are in flight than it has entries");
   }
   if (op.refused) {
-    struct fi_cq_err_entry entry = {};
-    entry.err = FI_EACCES;
-    Fail(op, entry);
+    Fail(op, FI_EACCES);
     return 0;
   }
   Cut(op);
@@ -1102,11 +1104,7 @@ int CloseEndpoint(struct fid* fid) {
   if (ep.av != nullptr) --ep.av->object.users;
   if (ep.eq != nullptr) --ep.eq->object.users;
   for (Op* op : ep.in_flight) {
-    if (!op->reported) {
-      for (Region* region : op->regions) --region->object.users;
-      g_contexts.erase(op->user);
-      --ep.cq->in_flight;
-    }
+    if (!op->reported) Release(op);
     delete op;
   }
   return ret;
@@ -1307,9 +1305,7 @@ void EndAll(const AddressVector& av, fi_addr_t addr) {
         std::erase_if(queue->completions, its_own);
         Count("in flight to an address that is removed");
         op->ended = false;
-        struct fi_cq_err_entry entry = {};
-        entry.err = FI_ECANCELED;
-        Fail(*op, entry);
+        Fail(*op, FI_ECANCELED);
         if (!g_lost) continue;
         queue->failures.pop_back();
         Release(op);
@@ -1348,22 +1344,18 @@ int Remove(struct fid_av* fid, fi_addr_t* addrs, size_t count, uint64_t flags) {
   return 0;
 }
 
-int CloseAddressVector(struct fid* fid) {
-  Object& object = Ours<AddressVector, fid_av>(fid)->object;
-  return BeginClose(object) ? fi_close(object.real) : -FI_EINVAL;
-}
-
-int CloseEventQueue(struct fid* fid) {
-  Object& object = Ours<EventQueue, fid_eq>(fid)->object;
+template <typename T, typename Base>
+int Close(struct fid* fid) {
+  Object& object = Ours<T, Base>(fid)->object;
   return BeginClose(object) ? fi_close(object.real) : -FI_EINVAL;
 }
 
 struct fi_ops g_av_fid_ops = {.size = sizeof(g_av_fid_ops),
-                              .close = CloseAddressVector};
+                              .close = Close<AddressVector, fid_av>};
 struct fi_ops_av g_av_ops = {
     .size = sizeof(g_av_ops), .insert = Insert, .remove = Remove};
 struct fi_ops g_eq_fid_ops = {.size = sizeof(g_eq_fid_ops),
-                              .close = CloseEventQueue};
+                              .close = Close<EventQueue, fid_eq>};
 
 // ---- Regions ----
 

@@ -17,8 +17,8 @@ from model import (NAMES, READ, RECV, REMOTE, SEND, WRITE, credits_in, plural,  
 
 LABEL, PLOT, RIGHT = 196, 944, 24
 WIDTH = LABEL + PLOT + RIGHT
-LANE, THIN, MAP, SPACE, GAP = 24, 12, 132, 7, 124
-MOST_LANES = 12       # of a region; then it becomes a map
+LANE, THIN, SPACE, GAP = 24, 12, 7, 124
+MOST_LANES = 12       # of a region; all other places share one
 MOST_PROCESSES = 4    # that are drawn; the others are named
 MOST_ARROWS = 400     # then only messages, and the first WRITEs
 style.ROLES.update({"touch": ("green", "green"), "lent": ("amber", "pale-amber"),
@@ -61,32 +61,10 @@ def unseen(run):
         yield f"{plural(posted, 'operation')} posted by calls that the recorder does not know"
     if any(r.device for p in run.ps for r in p.regions):
         yield "memory of a GPU is not looked at"
-    if not all(p.trapped for p in run.ps):
-        yield ("where the program reads memory that is not its own, or writes memory that it has "
-               "lent: WATCH_TRAP=1 sees that, slowly (not over shm and sockets)")
-    else:
-        shared = {op.addr for p in run.ps for op in p.ops.values() if op.size and
-                  not has_page(op.region or op, op)}
-        if shared:
-            share = "shares" if len(shared) == 1 else "share"
-            yield (f"touches of {plural(len(shared), 'buffer')} that {share} a page with something "
-                   "else: aligned_alloc(4096, …) and whole pages make them visible")
-        yield ("of each page, more than the first touch between two posts or completions. A "
-               "program that reads several completions, each with a call of its own, and touches "
-               "memory after that, knows of all of them: whether one alone was enough for what it "
-               "did, this doesn't show")
+    yield "what the program itself reads or writes in memory that it has lent"
     yield ("what goes wrong only when completions come in another order than in this run: "
            "FI_PROVIDER=shm BEHIND=build/strict.so has another one (by hand: "
            "LD_PRELOAD=build/watch.so:build/strict.so)")
-
-
-def has_page(region, op):
-    """Whether a buffer has a page of its own. A region that begins with a page has its last
-    one, too."""
-    end = region.addr + region.size
-    last = -(-end // 4096) * 4096 if region.addr % 4096 == 0 else end // 4096 * 4096
-    return min(-(-(op.addr + op.size) // 4096) * 4096, last) > max(
-        op.addr // 4096 * 4096, -(-region.addr // 4096) * 4096)
 
 
 def summary(run):
@@ -121,15 +99,12 @@ def events(run):
             by = f" ({n.op.name()} of {n.op.p.name})" if n.op else ""
             yield n.t, p, f"number {n.data} has arrived{by}"
         for room in p.rooms:
-            times = f"{plural(room.count, 'time')}, until now" if room.count else "it is tried again"
-            yield room.t - 1, p, f"-FI_EAGAIN: no room for a {NAMES[room.what]}; {times}"
+            yield room.t, p, f"-FI_EAGAIN: no room for a {NAMES[room.what]}; it is tried again"
         for t in p.touches:
             if t.region:
                 at = f"region {t.region.id} + {t.addr - t.region.addr}"
-                what = f"{'writes' if t.into else 'reads'} {at}" if t.trap else \
-                    f"{'pread into' if t.into else 'pwrite of'} {at}: {size(t.size)}, " \
-                    f"{span(t.t1 - t.t0)}"
-                yield t.t0, p, what
+                yield t.t0, p, (f"{'pread into' if t.into else 'pwrite of'} {at}: {size(t.size)}, "
+                                f"{span(t.t1 - t.t0)}")
         yield from waits(run, p)
     for w in run.wrongs:
         yield w.t + 1, w.p, f"*** WRONG: {w.text} (chapter {w.chapter})"
@@ -143,7 +118,7 @@ def waits(run, p):
     came = [(op.t1, slot) for op in p.ops.values() if op.what == RECV and op.t1 and not op.error
             for slot in credits_in(run, op)]
     for region in p.regions:
-        reads = [t for t in region.touches if t.into and not t.trap]
+        reads = [t for t in region.touches if t.into]
         chunk = max((t.size for t in reads), default=0)
         for t in reads if came else []:
             slot = (t.addr - region.addr) // chunk
@@ -250,7 +225,7 @@ class Lane:
         self.pieces = []     # (from, to, owner, words, hint, row)
         self.ops, self.there = [], []  # of this process here, of others here
         self.marks, self.overlay = [], []
-        self.is_map, self.rows = False, 1
+        self.shared, self.rows = False, 1
 
     def add(self, t0, t1, owner, text="", hint="", row=0):
         if t1 > t0:
@@ -340,21 +315,42 @@ def message_lane(run, p, name, note, ops):
 
 
 def region_lanes(run, p, region):
-    """One for each place that was READ or written, or a map of all of them."""
+    """One for each place that was READ or written. Of many, those with something wrong, and
+    the first ones; one lane for the others."""
     local = [op for op in region.ops if op.what >= WRITE]
     if not (local or region.remote or region.access & REMOTE):
         return []
     places = sorted({(op.addr - region.addr, op.size) for op in local} |
                     {(op.offset, op.size) for op in region.remote})
-    if len(places) > MOST_LANES:
-        return [map_lane(p, region, local, region.remote)]
     merged = []
     for at, length in places:  # what overlaps shares a lane: the last chunk is shorter
         if merged and at < sum(merged[-1]):
             merged[-1] = merged[-1][0], max(sum(merged[-1]), at + length) - merged[-1][0]
         else:
             merged.append((at, length))
-    lanes = [place_lane(run, p, region, at, length, local) for at, length in merged]
+    starts = [at for at, _ in merged]
+
+    def number(at):
+        return bisect.bisect_right(starts, at) - 1
+    wrong = {number(op.addr - region.addr) for op in local if op.wrong} | {
+        number(op.offset) for op in region.remote if op.wrong}
+    kept = sorted(sorted(range(len(merged)), key=lambda i: i not in wrong)[:MOST_LANES])
+    lanes = [place_lane(run, p, region, *merged[i], local) for i in kept]
+    if len(kept) < len(merged):
+        lane = Lane(p, f"{len(merged) - len(kept)} more places", region.t0, region.t1 or p.end,
+                    region=region, thin=True)
+        lane.shared = True
+        lane.ops = [op for op in local if number(op.addr - region.addr) not in kept]
+        lane.there = [op for op in region.remote if number(op.offset) not in kept]
+        busy = []  # when some of them are in flight
+        for op in sorted(lane.ops + lane.there, key=lambda op: op.t0):
+            if busy and op.t0 <= busy[-1][1]:
+                busy[-1][1] = max(busy[-1][1], op.end)
+            else:
+                busy.append([op.t0, op.end])
+        for begin, until in busy:
+            lane.add(begin, until, "flight", "", "some of them")
+        lanes.append(lane)
     free = region.size - sum(length for _, length in merged)
     if free > 0 and region.access & REMOTE:
         end, begin = region.t1 or p.end, lent_at(region)
@@ -414,8 +410,7 @@ def place_lane(run, p, region, at, length, local):
         for op in lane.there:
             lane.add(op.t0, op.end, "flight", op.name())
     for t in touches:
-        if not t.trap:
-            lane.add(t.t0, t.t1, "touch", "pread" if t.into else "pwrite")
+        lane.add(t.t0, t.t1, "touch", "pread" if t.into else "pwrite")
     lane.marks = [w.t for w in run.wrongs if w.region is region and w.p is p and
                   any(overlaps(op.offset, op.size) for op in w.ops or [w.op] if op)]
     return lane
@@ -443,14 +438,6 @@ def lend(run, lane, touches):
             lane.add(back, again, "mine", "mine", "told")
             at = again
     lane.add(at, end, "lent", "lent")
-
-
-def map_lane(p, region, local, remote):
-    """Many operations: a line for some of them each, in their order."""
-    lane = Lane(p, size(region.size), region.t0, region.t1 or p.end, f"region {region.id}", region)
-    lane.height, lane.is_map, lane.ops = MAP, True, local
-    lane.there = [] if local else remote
-    return lane
 
 
 # ---- The picture ----
@@ -485,9 +472,6 @@ def draw_lane(run, lane, axis):
     yield text(LABEL - 10, lane.y + 11, lane.name, "small end")
     if not lane.thin:
         yield tiny(LABEL - 10, lane.y + 23, lane.note)
-    if lane.is_map:
-        yield from draw_map(run, lane, axis)
-        return
     last = {}  # of each owner and row, where the last box began
 
     def is_seen(t0, t1, key):
@@ -530,7 +514,7 @@ def free_place(begin, end, marks):
 
 def lane_words(lane, axis):
     """What is in the pieces of a lane, where there is room."""
-    if lane.thin or lane.is_map:
+    if lane.thin:
         return
     covered = [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
     for t0, t1, owner, content, _, row in lane.pieces:
@@ -551,37 +535,6 @@ def lane_words(lane, axis):
                 break
 
 
-def draw_map(run, lane, axis):
-    remote = not lane.ops
-    ops = sorted(lane.there if remote else lane.ops, key=lambda op: op.t0)
-    begin = lent_at(lane.region) if remote else lane.begin
-    rows = max(min(lane.height // 2, len(ops)), 1)
-    step = lane.height / rows
-    for row in range(rows):
-        some = ops[row * len(ops) // rows:(row + 1) * len(ops) // rows]
-        op = next((op for op in some if op.wrong), some[0])
-        back = (told(run, op) or lane.end) if remote else op.end
-        for t0, t1, colour in ((lane.begin, begin, "pale-green"),
-                               (begin, op.t0, "pale-amber" if remote else "pale-green"),
-                               (op.t0, min(op.end, lane.end), "red" if op.wrong else "blue"),
-                               (op.end, min(back, lane.end),
-                                "pale-red" if op.wrong else "pale-blue"),
-                               (back, lane.end, "pale-green")):
-            if t1 > t0:
-                yield (f'<rect fill="{style.PALETTE[colour]}" x="{axis(t0):.1f}" '
-                       f'y="{lane.y + row * step:.1f}" height="{step + 0.2:.1f}" '
-                       f'width="{max(axis(t1) - axis(t0), 1):.1f}"/>')
-    yield (f'<rect class="idle" x="{axis(lane.begin):.1f}" y="{lane.y}" height="{lane.height}" '
-           f'width="{axis(lane.end) - axis(lane.begin):.1f}"/>')
-    sizes = {op.size for op in ops}
-    kinds = sorted({NAMES[op.what] for op in ops})
-    of = f" of {size(ops[0].size)}" if len(sizes) == 1 else ""
-    notes = [plural(len(ops), kinds[0]) if len(kinds) == 1 else f"{len(ops)} operations",
-             *([of.strip()] if of else []), "in their order"]
-    for i, note in enumerate(notes + ["pale blue: arrived, but", "not told yet"] * remote):
-        yield tiny(LABEL - 10, lane.y + 40 + 15 * i, note)
-
-
 def depth(p, axis, y, height):
     """How many operations that others don't take part in are in flight."""
     steps = sorted(step for op in p.ops.values() if op.what >= WRITE
@@ -599,13 +552,12 @@ def depth(p, axis, y, height):
                             f"{y + height - height * n / most:.1f}"
                             for i, n in enumerate((now, top, after)))
         now = after
-    yield (f'<path class="data" style="fill: {style.PALETTE["pale-blue"]}; stroke: '
-           f'{style.PALETTE["blue"]}; marker-end: none; stroke-width: 1.2" d="{d}V{y + height}Z"/>')
+    yield (f'<path fill="{style.PALETTE["pale-blue"]}" stroke="{style.PALETTE["blue"]}" '
+           f'stroke-width="1.2" d="{d}V{y + height}Z"/>')
     yield text(LABEL - 10, y + 14, f"in flight: {most} at most", "small end")
-    rooms = [r for r in p.rooms if r.count == 0]
-    if rooms:
-        yield text(LABEL - 10, y + 30, f"no room: {len(rooms)} ×", "small end")
-    for r in rooms:
+    if p.rooms:
+        yield text(LABEL - 10, y + 30, f"no room: {len(p.rooms)} ×", "small end")
+    for r in p.rooms:
         yield ('<path class="reply" style="marker-end: none; stroke-width: 1; stroke-dasharray: '
                f'none" d="M{axis(r.t):.1f},{y - 5}v5"/>')
 
@@ -651,8 +603,6 @@ def legend(run, lanes):
     used = {piece[2] for lane in lanes for piece in lane.pieces} | {"mine", "flight"}
     if run.wrongs:
         used.add("bad")
-    if any(lane.is_map and lane.there for lane in lanes):
-        used.add("lent")
     for owner, (_, content) in OWNERS.items():
         if owner in used:
             yield box(x, 38, 18, 18, owner)
@@ -699,9 +649,8 @@ def times_of(ps):
             yield op.t1
             yield op.match.t1 if op.match else None
         for t in p.touches:
-            if not t.trap:
-                yield t.t0
-                yield t.t1
+            yield t.t0
+            yield t.t1
         for r in p.regions:
             yield r.t0 if r.access & REMOTE else None
         for ep in p.eps.values():
@@ -735,8 +684,7 @@ def draw(run, title):
             y += GAP
         heads.append((p, y + 14))
         y += 26
-        graph = any(lane.is_map for lane in order) and any(op.what >= WRITE
-                                                           for op in p.ops.values())
+        graph = any(lane.shared and lane.ops for lane in order)
         for lane in order:
             lane.y = y
             y += lane.height + SPACE

@@ -12,17 +12,15 @@ clock). Whatever is looked up is sorted, so a run of n operations takes n log n.
 
 import bisect
 import collections
-import functools
 import glob
 import heapq
 import mmap
 import os
 import re
 import struct
-import subprocess
 
 (TEXT, PROCESS, REGION, REGION_CLOSED, ENDPOINT, ENDPOINT_CLOSED, PEER, POST, NO_ROOM,
- COMPLETE, NOTICE, CHANGED, FLYING, FREED, GONE, UNSEEN, TOUCH, TRAP, END) = range(1, 20)
+ COMPLETE, NOTICE, CHANGED, FLYING, FREED, UNSEEN, TOUCH, END) = range(1, 18)
 SEND, RECV, WRITE, READ, ATOMIC = range(1, 6)
 NAMES = {0: "?", SEND: "SEND", RECV: "RECV", WRITE: "WRITE", READ: "READ",
          ATOMIC: "atomic operation"}
@@ -34,7 +32,6 @@ TRUNCATED = 265  # FI_ETRUNC
 # swap is an ATOMIC_WRITE that fetches.
 SUM, JUST_READ, SWAP, COMPARE_SWAP = 2, 10, 11, 12
 FETCHES = 0x100
-LATER = 1 << 63
 
 
 class Thing:
@@ -63,9 +60,6 @@ class Op:
 
     def name(self):
         return f"{NAMES[self.what]} #{self.count}" if self.what >= WRITE else NAMES[self.what]
-
-    def is_target(self):
-        return self.what in (RECV, READ)
 
     def makes(self):
         """What it has made of a word, or None if that isn't known."""
@@ -99,16 +93,14 @@ def records(path):
 
 
 def read_process(path):
-    early = {}  # completions that another thread had read before their post was noted
     p = Thing(path=path, regions=[], ops={}, eps={}, peers={}, notices=[], touches=[], found=[],
               rooms=[], unseen=0, lost=0, end=0, pid=0, arguments=[], start=None, ended=False,
-              status=0, trapped=False)
+              status=0)
     for time, kind, what, thing, number, v, text in records(path):
         p.start = p.start or time
         p.end = max(p.end, time)
         if kind == PROCESS:
             p.pid, p.arguments = number, text.decode(errors="replace").rstrip("\0").split("\0")
-            p.trapped = bool(v[0])
         elif kind == REGION:
             p.regions.append(Thing(p=p, id=number, t0=time, t1=None, addr=v[0], size=v[1],
                                    access=v[2], key=v[3], device=bool(v[4]), ops=[], remote=[],
@@ -125,25 +117,17 @@ def read_process(path):
             p.peers.setdefault((thing, v[0]), []).append((time, text.rstrip(b"\0")))
         elif kind == POST:
             p.ops[number] = Op(p, number, what, p.eps[thing], time, v, text)
-            if number in early:
-                complete(p.ops[number], *early.pop(number))
-        elif kind == COMPLETE and number in p.ops:
-            complete(p.ops[number], time, v, text)
         elif kind == COMPLETE:
-            early[number] = time, v, text
+            complete(p.ops[number], time, v, text)
         elif kind == NOTICE:
             p.notices.append(Thing(p=p, t=time, cq=thing, data=v[0], op=None))
         elif kind == NO_ROOM:
-            p.rooms.append(Thing(p=p, t=time, what=what, ep=thing, count=v[1], size=v[0]))
-        elif kind in (CHANGED, FLYING, FREED, GONE):
+            p.rooms.append(Thing(t=time, what=what))
+        elif kind in (CHANGED, FLYING, FREED):
             p.found.append(Thing(p=p, t=time, kind=kind, id=number, v=v))
         elif kind == TOUCH:
             p.touches.append(Thing(p=p, t0=time, t1=v[2], addr=v[0], size=v[1], into=bool(what),
-                                   where="", op=p.ops.get(number), trap=False, region=None))
-        elif kind == TRAP:
-            p.touches.append(Thing(p=p, t0=time, t1=time, addr=v[0], size=1, into=bool(v[2]),
-                                   where=text.decode(errors="replace"), op=p.ops.get(number),
-                                   trap=True, region=None))
+                                   op=p.ops.get(number), region=None))
         elif kind == END:
             p.lost, p.status, p.ended = v[0], v[1], True
         elif kind == UNSEEN:
@@ -203,7 +187,7 @@ def place_ops(p):
         if op.region:
             op.region.ops.append(op)
     for touch in p.touches:
-        for region in places.overlapping(touch.addr // 4096 * 4096, 4096):
+        for region in places.overlapping(touch.addr, touch.size):
             if region.t0 <= touch.t0 and (region.t1 is None or region.t1 >= touch.t0):
                 touch.region = region.twin
         if touch.region:
@@ -507,7 +491,6 @@ class Finder:
                 self.touched(region)
                 self.unsaved(region)
                 self.untold(region)
-                self.made(region)
         for found in run.wrongs, run.notes:
             found.sort(key=lambda w: w.t)
 
@@ -516,12 +499,11 @@ class Finder:
         for w in p.found:
             op, v = p.ops.get(w.id), w.v
             if w.kind == CHANGED and op:
-                how = f": {show(v[1])} became {show(v[2])}" if v[3] else \
-                    f" or one of the next {v[4] - 1}" if v[4] > 1 else ", or behind it"
-                where = "behind its message, " if op.what == RECV else ""
+                where = f"byte {v[0]}: {show(v[1])} became {show(v[2])}" if v[3] else \
+                    f"in its {size(op.size)}"
+                where = "behind its message, " * (op.what == RECV) + where
                 self.wrong(p, w.t, "flight", f"the buffer of {label(self.run, op)} was changed "
-                           f"between post and completion ({where}byte {v[0]}{how})", op,
-                           key=("changed", op.what))
+                           f"between post and completion ({where})", op, key=("changed", op.what))
             elif w.kind == FLYING and op:
                 what = {0: f"region {v[1]}, with the buffer of {label(self.run, op)}, was closed",
                         1: f"the buffer of {label(self.run, op)} was freed",
@@ -532,10 +514,6 @@ class Finder:
             elif w.kind == FREED:
                 self.wrong(p, w.t, "region", f"memory was freed that is registered as region "
                            f"{w.id}", region=p.regions[w.id - 1], key="freed")
-            elif w.kind == GONE and op:
-                self.wrong(p, w.t, "captured", f"{label(self.run, op)} uses a variable of a "
-                           "function that has returned, and it is in flight", op,
-                           key=("gone", op.what))
 
     def messages(self, p):
         """SENDs without a RECV, and RECVs that are too short."""
@@ -588,15 +566,10 @@ class Finder:
                            f"{'were' if len(heap) > 1 else 'was'} in flight: who reads its word "
                            "must not conclude that these are there", op, sure=False, key="word")
                 continue
-            late = [o for o in under_way if op.notice and o.t1 and o.t1 > op.notice]
-            then = ""
-            if late:
-                last = max(o.end for o in late) - op.notice
-                then = f"; {len(late)} completed up to {span(last)} after it had arrived"
             self.wrong(region.p, op.notice or op.end, "number",
                        f"number {op.imm} was posted while {plural(len(heap), 'WRITE')} to the "
                        f"same memory {'were' if len(heap) > 1 else 'was'} in flight, and says "
-                       f"nothing about {'these' if len(heap) > 1 else 'it'}{then}",
+                       f"nothing about {'these' if len(heap) > 1 else 'it'}",
                        region=region, ops=under_way, key="number")
 
     def conflicts(self, region):
@@ -669,10 +642,10 @@ class Finder:
         run = self.run
         for touch in region.touches:
             op = touch.op
-            if op and (op.is_target() or touch.into):
+            if op and (op.what in (RECV, READ) or touch.into):
                 self.wrong(region.p, touch.t0, "flight", f"the buffer of {label(run, op)} is "
                            f"{'written' if touch.into else 'read'} while it is in flight: "
-                           f"{how(touch)}", op, key=("touch", op.what, touch.into, how(touch)))
+                           f"{how(touch)}", op, key=("touch", op.what, touch.into))
         if not region.touches or not region.remote:
             return
         places = Places()
@@ -699,11 +672,9 @@ class Finder:
                 else:
                     state = "it had completed, but nobody had said so"
                 at = touch.addr - region.addr
-                what = f"byte {at} of region {region.id} is" if touch.size == 1 else \
-                    f"{size(touch.size)} at {size(at)} of region {region.id} are"
-                self.wrong(region.p, touch.t0, "lent", f"{what} {verb} while "
-                           f"{label(run, op)} of {op.p.name} may be in flight there: {state} "
-                           f"({how(touch)})", op, region,
+                self.wrong(region.p, touch.t0, "lent", f"{size(touch.size)} at {size(at)} of "
+                           f"region {region.id} are {verb} while {label(run, op)} of {op.p.name} "
+                           f"may be in flight there: {state} ({how(touch)})", op, region,
                            key=("race", how(touch), op.what))
 
     def unsaved(self, region):
@@ -711,7 +682,7 @@ class Finder:
         or before a program that takes it with pwrite has done so."""
         saves = Places()
         for touch in region.touches:
-            if not touch.into and not touch.trap:
+            if not touch.into:
                 saves.add(touch.addr - region.addr, touch.size, touch)
         last = {}
         for op in region.remote:
@@ -765,49 +736,6 @@ class Finder:
                        f"posted afterwards tells {region.p.name}, whose memory it is{how}", op,
                        region, sure=False, key="untold")
 
-    def made(self, region):
-        """A word that operations have found as none of them had left it, so that its owner
-        must have changed it. It may, while nobody else can: as often as nobody can, one
-        value comes from nowhere."""
-        run, words_ = self.run, {}
-        if any(p.lost for p in run.ps) or any(op.what == RECV and op.t1 and not op.error and
-                                              not op.match for op in region.p.ops.values()):
-            return  # there was more than was recorded
-        writes = Places()
-        for op in region.remote:
-            if op.what == ATOMIC:
-                words_.setdefault(op.offset, []).append(op)
-            elif op.what == WRITE:
-                writes.add(op.offset, op.size, op)
-        for at, ops in words_.items():
-            if any(op.makes() is None for op in ops) or any(writes.overlapping(at, 8)):
-                continue
-            # From when to when the owner has to reckon with an operation.
-            spans = sorted(((run.clocks.knows(op.p, op.t0, region.p), op.t0, op.id, op)
-                            for op in ops), key=lambda item: item[:3])
-            together, until = [], 0
-            for since, _, _, op in spans:
-                if together and since >= until:
-                    self.from_nowhere(region, at, together)
-                    together, until = [], 0
-                together.append(op)
-                until = max(until, told(run, op) or LATER)
-            self.from_nowhere(region, at, together)
-
-    def from_nowhere(self, region, at, ops):
-        left = collections.Counter(op.makes() for op in ops)
-        found = []
-        for op in sorted(ops, key=lambda op: op.t1):
-            left[op.got] -= 1
-            if left[op.got] < 0:
-                left[op.got] = 0
-                found.append(op)
-        for op in found[1:]:
-            self.wrong(region.p, op.t1, "words", f"{label(self.run, op)} of {op.p.name} found "
-                       f"{op.got} in the word at {size(at)} of region {region.id}, which no "
-                       "operation had made: the program has changed it, while others might", op,
-                       region, key=("made", at))
-
 
 def label(run, op):
     """What an operation is called in a sentence."""
@@ -827,35 +755,7 @@ def still(old, op):
 
 
 def how(touch):
-    return place(touch.where) if touch.where else "pread" if touch.into else "pwrite"
-
-
-@functools.lru_cache(maxsize=None)
-def place(where):
-    """Names the line of the program in a list of frames, and the line that called it."""
-    found, functions = [], []
-    for frame in where.splitlines():
-        path, _, offset = frame.rpartition(" ")
-        if re.search(r"watch\.so|libc\.so|libfabric|libstdc|ld-linux|linux-vdso", path):
-            continue
-        try:
-            lines = subprocess.run(["addr2line", "-ifCe", path, hex(int(offset, 16) - 1)],
-                                   stdout=subprocess.PIPE, universal_newlines=True,
-                                   check=False).stdout.split("\n")
-        except OSError:  # it comes with the compiler's binutils
-            break
-        # What was inlined comes first. The standard library's lines help nobody.
-        for function, at in zip(lines[::2], lines[1::2]):
-            at = at.split(" ")[0]
-            if not at.startswith(("?", "/usr/")):
-                name = function.split("(")[0].split("<")[0].replace("operator", "a lambda")
-                if name in functions:
-                    continue  # two lines of one function
-                functions.append(name)
-                found.append(f"{os.path.basename(at)} in {name}")
-        if len(found) > 1:
-            break
-    return ", called at ".join(found[:2]) or "the program"
+    return "pread" if touch.into else "pwrite"
 
 
 def plural(count, name):

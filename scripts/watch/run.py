@@ -219,8 +219,7 @@ def main():
         shutil.rmtree(scratch, ignore_errors=True)
     wrong = show(folder, source_of(options.program), options.q)
     if status and not wrong:
-        print("The client has failed, and this run shows no reason. Try what is not seen in it, "
-              "WATCH_TRAP=1 first.")
+        print("The client has failed, and this run shows no reason. Try what is not seen in it.")
     sys.exit(1 if wrong else status)
 
 

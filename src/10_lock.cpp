@@ -168,7 +168,9 @@ Info GetInfo() {
   hints->caps = FI_MSG | FI_RMA | FI_ATOMIC;  // we want to do all of these,
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
   hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
-  hints->ep_attr->max_msg_size = kMaxMessageSize;   // each as long as this
+  // Where a queue is full, we want -FI_EAGAIN, and no overrun: fi_domain(3).
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->ep_attr->max_msg_size = kMaxMessageSize;  // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
@@ -398,7 +400,8 @@ struct Endpoint {
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read. Returns the number of completions. Throws if a callback does.
+  // read. Returns the number of completions. Throws if a callback does, and
+  // loses the entries behind it then. (An error is read alone.)
   size_t PollCompletion() {
     ProgressPendingOps();
     fi_cq_data_entry entries[kCompletionQueueReadCount];
@@ -465,6 +468,7 @@ enum class AppMessageType : uint32_t {
 struct Message {
   AppMessageType type;
   std::string body;  // any bytes
+  Clock::time_point arrived_at = Clock::now();
 };
 constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
@@ -803,7 +807,10 @@ void ServerMain(const char* program) {
       completions = listener.Poll();
       // The others wait in the inbox, until a client leaves.
       while (clients.size() < kMaxClients && !listener.inbox.empty()) {
-        Address addr = BodyOf(*listener.Take(), AppMessageType::kConnect);
+        Message message = *listener.Take();
+        // Who has waited for this long has given up, and would take a place.
+        if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
+        Address addr = BodyOf(message, AppMessageType::kConnect);
         printf("[%zu] Received CONNECT message from client %s\n", ++num_clients,
                ToHex(addr).c_str());
         clients.emplace_back(domain, num_clients, addr, memory);

@@ -155,6 +155,8 @@ Info GetInfo() {
   Info hints(fi_allocinfo(), fi_freeinfo);
   hints->caps = FI_MSG;              // we want to send messages,
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
+  // Where a queue is full, we want -FI_EAGAIN, and no overrun: fi_domain(3).
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   hints->ep_attr->max_msg_size = kMaxMessageSize;  // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;

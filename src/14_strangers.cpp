@@ -179,7 +179,9 @@ Info GetInfo(bool gpu) {
   hints->caps = FI_MSG | FI_RMA;     // we want to send messages, and to WRITE
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
   hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
-  hints->ep_attr->max_msg_size = kMaxPageSize;      // each as long as this
+  // Where a queue is full, we want -FI_EAGAIN, and no overrun: fi_domain(3).
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->ep_attr->max_msg_size = kMaxPageSize;  // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
@@ -444,7 +446,8 @@ struct Endpoint {
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read. Returns the number of completions. Throws if a callback does.
+  // read. Returns the number of completions. Throws if a callback does, and
+  // loses the entries behind it then. (An error is read alone.)
   size_t PollCompletion() {
     ProgressPendingOps();
     fi_cq_data_entry entries[kCompletionQueueReadCount];

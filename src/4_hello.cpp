@@ -131,7 +131,9 @@ Info GetInfo() {
   hints->caps = FI_MSG;              // we want to send messages,
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
   hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
-  hints->ep_attr->max_msg_size = kMaxMessageSize;   // each as long as this
+  // Where a queue is full, we want -FI_EAGAIN, and no overrun: fi_domain(3).
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->ep_attr->max_msg_size = kMaxMessageSize;  // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =

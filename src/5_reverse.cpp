@@ -138,7 +138,9 @@ Info GetInfo() {
   hints->caps = FI_MSG;              // we want to send messages,
   hints->ep_attr->type = FI_EP_RDM;  // reliably, to any number of peers,
   hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;  // and hear of their arrival
-  hints->ep_attr->max_msg_size = kMaxMessageSize;   // each as long as this
+  // Where a queue is full, we want -FI_EAGAIN, and no overrun: fi_domain(3).
+  hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  hints->ep_attr->max_msg_size = kMaxMessageSize;  // each as long as this
   // Demands that we can meet.
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
@@ -351,6 +353,7 @@ enum class AppMessageType : uint32_t {
 struct Message {
   AppMessageType type;
   std::string body;  // any bytes
+  Clock::time_point arrived_at = Clock::now();
 };
 constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
@@ -556,7 +559,10 @@ void ServerMain(const char* program) {
       completions = listener.Poll();
       // The others wait in the inbox, until a client leaves.
       while (clients.size() < kMaxClients && !listener.inbox.empty()) {
-        Address addr = BodyOf(*listener.Take(), AppMessageType::kConnect);
+        Message message = *listener.Take();
+        // Who has waited for this long has given up, and would take a place.
+        if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
+        Address addr = BodyOf(message, AppMessageType::kConnect);
         printf("[%zu] Received CONNECT message from client %s\n", ++num_clients,
                ToHex(addr).c_str());
         clients.emplace_back(domain, num_clients, addr);

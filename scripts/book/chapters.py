@@ -189,7 +189,7 @@ def to_lines(text):
 
 
 # In the order in which they are read. Others follow.
-APPENDICES = ["appendix_own", "appendix_queue", "appendix_memory",
+APPENDICES = ["appendix_own", "appendix_memory",
               "appendix_measured", "appendix_providers", "appendix_setup"]
 
 

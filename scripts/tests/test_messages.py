@@ -13,10 +13,11 @@ import pytest
 
 import fakes
 from fakes import FakeClient
-from harness import BUILD, LIBFABRIC_LEAKS, PROGRAMS
+from harness import BUILD, LIBFABRIC_LEAKS, PROGRAMS, Server
 from marks import ends_in_a_rendezvous, two_providers
 from messages import (ACCEPT, BYE, CONNECT, FAILED, LONGEST, PROGRESS, REFUSED, TEXT, base,
                       plain, read_fill, type_of)
+from repository import variant
 from table import TABLE
 
 RECVS = 8  # posted at a time
@@ -294,6 +295,26 @@ def test_ninth(run, serve, program, provider):
         assert server.entry.success in client.output
     assert not server.errors()
     server.stop()
+
+
+LATE = variant("5_reverse", ("kMaxClients = 8;", "kMaxClients = 1;"),
+               ("kSilenceLimit = 10s;", "kSilenceLimit = 3s;"))
+
+
+def test_gave_up(run):
+    """The CONNECT of a client that has waited for as long as a client waits gets no
+    place: with enough of them, nobody would ever be served."""
+    server = Server(run, LATE(), "5_reverse", "")
+    there, gone = FakeClient(run, server), FakeClient(run, server)
+    there.open_session()
+    with there.saying(server.entry.base(TEXT) + b"here"):
+        gone.send(gone.connect())
+        time.sleep(4)
+    there.send(server.entry.base(BYE))
+    server.check_client()
+    server.stop()
+    assert len(re.findall(r"^\[\d+\] Received CONNECT", server.process.output, re.M)) == 2
+    assert gone.address.hex() not in server.process.output
 
 
 # ---- Answers that no server of ours would give ----

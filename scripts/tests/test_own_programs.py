@@ -13,7 +13,7 @@ import pytest
 import chapters
 import fuzz
 from harness import BUILD, PROGRAMS, address_of
-from repository import (ROOT, build_source, parent, patched, programs, replaced, variant)
+from repository import (ROOT, build_source, parent, patched, programs, variant)
 from table import TABLE
 from test_tools import what_is_missing
 
@@ -99,10 +99,6 @@ class Made:
         self.run = run
         self.env = env
         self.path = f"{folder or build_source(name, own(name))}/{name}"
-        self.serve()
-
-    def serve(self):
-        """Starts a server."""
         self.server = self.run([self.path], **self.env)
         self.address = address_of(self.server)
 
@@ -129,70 +125,13 @@ RULES = r"^strict: seen .* rules broken: (\d+) "
 
 # ---- A ping-pong and a feed ----
 
-def cut(source, first, last, new):
-    """The source with something else for all from `first` through `last`."""
-    assert source.count(first) == 1, first
-    at = source.index(first)
-    end = source.index(last, at) + len(last)
-    return source[:at] + new + source[end:]
-
-
-def add(source, new, after):
-    """The source with something behind a line."""
-    assert source.count(after) == 1, after
-    return source.replace(after, after + new)
-
-
-def blocks(first, last):
-    """The C++ that a part of the page has its reader type, and what it begins with."""
-    with open(f"{ROOT}/chapters/appendix_own.md") as file:
-        page = file.read()
-    found = re.findall(r"(?ms)^```cpp\n(.*?)^```$",
-                       page[page.index(first):page.index(last)])
-    return own("blank"), found
-
-
-LAST_TYPE = "  kBye = 3,      // client: I want nothing more\n"
-BUSY = "  bool Busy() const { return false; }\n"
-MESSAGE = "  void HandleMessage(const Message& message) {\n"
-BYE = "  session.SayBye();\n"
-
-
-def typed_ping():
-    """What blank becomes as a reader of the page types a ping-pong."""
-    source, (kind, answer, client, busy) = blocks("## A ping-pong", "## A feed")
-    source = add(source, kind, LAST_TYPE)
-    source = cut(source, MESSAGE, "\n  }\n", MESSAGE + answer + "  }\n")
-    yield source
-    source = source.replace(BYE, client)
-    yield source
-    yield source.replace(BUSY, busy)
-
-
-def without_comments(source):
-    """Its lines, without comments and the text that explains its use."""
-    source = re.sub(r'kUsage =\n(    ".*\n)*', "", source)
-    return [line for line in (re.sub("//.*", "", line).strip()
-                              for line in source.split("\n")) if line]
-
-
-@pytest.mark.static
-def test_typed():
-    """In the end it is the patch's."""
-    *_, last = typed_ping()
-    assert without_comments(last) == without_comments(own("ping"))
-
-
 @pytest.mark.thorough
-def test_ping_from_the_page(run):
-    """It compiles after each step, and answers."""
-    *steps, _ = typed_ping()
-    for number, source in enumerate(steps):
-        made = Made(run, "ping", build_source("ping", source))
-        client = made.start()
-        assert client.wait() == 0, client.output
-        assert ("median" in client.output) == (number == 1)
-        made.stop()
+def test_ping(run):
+    """Each round gets its own answer."""
+    ping = Made(run, "ping")
+    client = ping.start()
+    assert client.wait() == 0 and "median" in client.output, client.output
+    ping.stop()
 
 
 OURS = "      if (slots[i].in_flight > 0) continue;\n"
@@ -286,14 +225,7 @@ def test_feed_without_credit(run):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
-# ---- A queue whose consumers may die ----
-
-def counts(queue):
-    """What the server says in the end: jobs used up, thrown away, left; scenes of the
-    film, those made twice, those missing; and whether it all fits."""
-    last = queue.stop()
-    return [*map(int, re.findall(r"\d+", last)), not last.startswith("error: ")]
-
+# ---- The patches ----
 
 def copies():
     """The blocks in which a page has the reader copy a program and change the copy."""
@@ -321,57 +253,6 @@ def test_copy(tmp_path, commands):
     assert source != (tmp_path / f"src/{original}.cpp").read_text()
     subprocess.run(["make", "-s", copy, "CXXFLAGS=-fsyntax-only", "CUDA_HOME="],
                    cwd=tmp_path, check=True)
-
-
-@pytest.mark.thorough
-def test_queue(run):
-    """One consumer is killed at its work. Another one takes the job over, and each job
-    is done once."""
-    queue = Made(run, "jobs")
-    producer = queue.start("put", "12")
-    producer.wait_for("put job 1.7")  # it has no more pieces
-    killed = queue.start("take", WORK_MS="60000")
-    job = killed.wait_for(r"took job (1\.\d+)")[1]
-    other = queue.start("take", WORK_MS="10")
-    killed.signal(signal.SIGKILL)
-    other.wait_for("did job", count=12)
-    assert producer.wait() == 0
-    assert re.findall(r"took over job (.*)", other.output) == [job]
-    assert sorted(re.findall(r"did job 1\.(\d+)", other.output), key=int) == [
-        str(i) for i in range(12)]
-    assert counts(queue) == [12, 0, 0, 12, 0, 0, True]
-
-
-def without_rounds():
-    """What the page has the reader change in Put."""
-    page = chapters.Page(ROOT, "chapters/appendix_queue.md")
-    new, = [block.lines[0] for block in page.blocks
-            if block.info == "text" and block.lines[0].strip().startswith("Word ")]
-    old = " ".join(re.search(r"`(Word empty = [^`]*;)`", page.text)[1].split())
-    return replaced(own("jobs"), (old, new.strip()))
-
-
-WITHOUT_ROUNDS = variant("jobs", source=without_rounds)
-
-
-@pytest.mark.thorough
-def test_queue_without_rounds(run):
-    queue = Made(run, "jobs", WITHOUT_ROUNDS())
-    # Some runs come out right, and in some a producer waits for ever.
-    for _ in range(5):
-        consumers, producers = ([queue.start(*args) for _ in range(2)]
-                                for args in (["take"], ["put", "300"]))
-        for consumer in consumers:
-            assert consumer.wait() == 0, consumer.output
-        for producer in producers:
-            if producer.popen.poll() is None:
-                producer.signal(signal.SIGTERM)
-            producer.wait()
-        *_, missing, fits = counts(queue)
-        if missing > 0 and not fits:
-            return
-        queue.serve()
-    pytest.fail("nothing goes wrong")
 
 
 @pytest.mark.static

@@ -680,14 +680,17 @@ struct Rails {
   // A server must not wait like this: all its clients would have to wait, too.
   void WaitUntil(const char* what, const std::function<bool()>& done) {
     heard_at = Clock::now();
-    for (size_t polls = 1; !done(); ++polls) {
+    size_t empty_polls = 0;
+    while (!done()) {
       // Over shm, the server may crash if we leave during our first contact.
       if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
       CheckSilence(heard_at, what);
       // No sleep: a poll that completes nothing may move data all the same.
-      if (Poll() == 0 && polls % kPollsPerYield == 0) std::this_thread::yield();
+      if (Poll() == 0 && ++empty_polls % kPollsPerYield == 0) {
+        std::this_thread::yield();
+      }
     }
   }
 

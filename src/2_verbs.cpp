@@ -37,7 +37,26 @@ bool IsReachable(const ibv_gid_entry& entry) {
           IN6_IS_ADDR_V4MAPPED(entry.gid.raw));
 }
 
-// Waits until the next operation has completed. Ends the program if it failed.
+// Finds a port of this device that is up, and an address of it that we take.
+bool FindAddress(ibv_context* context, ibv_port_attr* port,
+                 ibv_gid_entry* local) {
+  ibv_device_attr device;
+  Check(ibv_query_device(context, &device), "ibv_query_device");
+  for (int number = 1; number <= device.phys_port_cnt; ++number) {
+    Check(ibv_query_port(context, number, port), "ibv_query_port");
+    if (port->state != IBV_PORT_ACTIVE) continue;
+    for (int i = 0; i < port->gid_tbl_len; ++i) {
+      int error = ibv_query_gid_ex(context, number, i, local, 0);
+      if (error == ENODATA) continue;  // an empty place
+      Check(error, "ibv_query_gid_ex");
+      if (IsReachable(*local)) return true;
+    }
+  }
+  return false;
+}
+
+// Waits until the next operation has completed. Ends the program if it failed:
+// its wr_id, which is ours to choose, is its name.
 ibv_wc WaitForCompletion(ibv_cq* cq) {
   ibv_wc wc;
   int count;
@@ -53,26 +72,27 @@ int main(int argc, char** argv) {
   bool server = argc == 1;
   setlinebuf(stdout);
 
-  // 1. Ask: which device has a port with an address?
+  // 1. Ask: which device has a port that is up, with an address?
   int num_devices = 0;
   ibv_device** devices = ibv_get_device_list(&num_devices);
+  const char* only = getenv("DEVICE");  // to choose one: DEVICE=mlx5_1
   ibv_context* context = nullptr;
+  ibv_port_attr port;
   ibv_gid_entry local = {};  // our address, and the port that has it
   for (int i = 0; i < num_devices && context == nullptr; ++i) {
+    const char* name = ibv_get_device_name(devices[i]);
+    if (only != nullptr && strcmp(name, only) != 0) continue;
     if (devices[i]->transport_type != IBV_TRANSPORT_IB) continue;
     ibv_context* opened = ibv_open_device(devices[i]);
     CheckMade(opened, "ibv_open_device");
-    ibv_gid_entry entries[64];
-    ssize_t num_entries = ibv_query_gid_table(opened, entries, 64, 0);
-    for (ssize_t k = 0; k < num_entries && context == nullptr; ++k) {
-      if (!IsReachable(entries[k])) continue;
+    if (FindAddress(opened, &port, &local)) {
       context = opened;
-      local = entries[k];
+    } else {
+      Check(ibv_close_device(opened), "ibv_close_device");
     }
-    if (context == nullptr) ibv_close_device(opened);
   }
   if (context == nullptr) {
-    Fail("no InfiniBand adapter, and none of RoCE with an IPv4 address",
+    Fail("no port is up, of InfiniBand or of RoCE with an IPv4 address",
          "chapters/appendix_setup.md makes one in software (\"Real verbs, "
          "without a card\")");
   }
@@ -85,8 +105,6 @@ int main(int argc, char** argv) {
   // 2. The device is open. Make a protection domain in it.
   ibv_pd* pd = ibv_alloc_pd(context);
   CheckMade(pd, "ibv_alloc_pd");
-  ibv_port_attr port;
-  Check(ibv_query_port(context, local.port_num, &port), "ibv_query_port");
 
   // 3. Make a queue pair, with a completion queue.
   // The completion queue says how our operations have ended. Room for four.
@@ -102,6 +120,7 @@ int main(int argc, char** argv) {
   ibv_qp_attr attr = {};
   attr.qp_state = IBV_QPS_INIT;  // it takes RECVs, but nothing arrives
   attr.port_num = local.port_num;
+  attr.pkey_index = 0;  // the port's first partition
   attr.qp_access_flags = IBV_ACCESS_REMOTE_WRITE;
   Check(ibv_modify_qp(qp, &attr,
                       IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT |
@@ -146,19 +165,21 @@ int main(int argc, char** argv) {
       inet_pton(AF_INET6, gid, &attr.ah_attr.grh.dgid) != 1) {
     Fail(line, "that is not what the other side has printed");
   }
-  attr.ah_attr.is_global = 1;  // there is a GID
+  attr.ah_attr.is_global = 1;  // packets carry GIDs, as RoCE needs
   attr.ah_attr.grh.sgid_index = local.gid_index;
   attr.ah_attr.grh.hop_limit = 64;
   attr.ah_attr.port_num = local.port_num;
-  attr.path_mtu = port.active_mtu;  // a name for the bytes in a packet
-  attr.max_dest_rd_atomic = 1;      // READs of the peer at a time
-  attr.min_rnr_timer = 12;      // if we have no RECV: try again after 0.64 ms
-  attr.qp_state = IBV_QPS_RTR;  // ready to receive
+  attr.path_mtu = IBV_MTU_1024;  // bytes in a packet, the same on both sides
+  attr.rq_psn = 0;               // the number of the peer's first packet
+  attr.max_dest_rd_atomic = 1;   // READs of the peer at a time
+  attr.min_rnr_timer = 12;       // a peer that finds no RECV here waits 0.64 ms
+  attr.qp_state = IBV_QPS_RTR;   // ready to receive
   Check(ibv_modify_qp(qp, &attr,
                       IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU |
                           IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
                           IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER),
         "ibv_modify_qp to RTR");
+  attr.sq_psn = 0;              // the number of our first packet
   attr.timeout = 14;            // without an answer, we try again after 67 ms,
   attr.retry_cnt = 6;           // six times (Soft-RoCE takes 7 for "for ever"),
   attr.rnr_retry = 0;           // and not at all if the peer has no RECV
@@ -176,6 +197,10 @@ int main(int argc, char** argv) {
            buffer[0]);
     WaitForCompletion(cq);  // the message behind the WRITE
     printf("My memory: %.*s\n", int(sizeof(buffer[1])), buffer[1]);
+    // Keep the queue pair: the adapter may still have to acknowledge the last
+    // message, or to do so again if that packet is lost.
+    printf("Press Enter when the client has ended.\n");
+    getchar();
   } else {
     if (fgets(line, sizeof(line), stdin) == nullptr) return 1;  // Enter
     const char* text = argc > 2 ? argv[2] : "Hello, world!";

@@ -15,6 +15,7 @@ from harness import OVER_VERBS, PROGRAMS, TIME_FACTOR, is_here
 from messages import BYE, base
 from repository import ROOT, variant
 from table import TABLE
+from test_ring import Ring
 
 VERBS = "verbs;ofi_rxm"
 pytestmark = [
@@ -141,6 +142,15 @@ def test_no_recv(run, serve):
     server.stop()
 
 
+@with_imm_data
+def test_ring(run, build):
+    """All four ranks have the right sums. Each has sessions with both neighbours."""
+    ring = Ring(run, build, 4, provider=VERBS)
+    ring.check()
+    for rank in ring.ranks:
+        assert re.search(r"^domain: \w+, .*provider: verbs;ofi_rxm\b", rank.output, re.M)
+
+
 # An ordinary user's limit of locked memory, in KiB. Root is above it, but not without
 # this capability.
 LIMITED = ["setpriv", "--bounding-set", "-ipc_lock", "bash", "-c",
@@ -209,6 +219,14 @@ class Verbs:
         self.client.write("")
         return self
 
+    def finish(self):
+        """The server keeps its queue pair until the client has ended."""
+        assert self.client.wait() == 0, self.outputs()
+        self.server.wait_for(r"^Press Enter when the client has ended\.$")
+        assert self.server.popen.poll() is None
+        self.server.write("")
+        assert self.server.wait() == 0, self.outputs()
+
     def ends(self, server, client):
         """With these statuses. What both have printed is on the page, but for numbers."""
         assert (self.client.wait(), self.server.wait()) == (client, server), self.outputs()
@@ -232,14 +250,29 @@ def alike(text):
                          ids=len)
 def test_verbs(run, build, text):
     verbs = Verbs(run, build, *([] if text.startswith("H") else [text])).connect().enter()
-    assert verbs.client.wait() == verbs.server.wait() == 0, verbs.outputs()
+    verbs.finish()
     text = text[:65536]
     assert verbs.server.output.endswith(
-        f"\nReceived {len(text)} bytes: {text}\nMy memory: {text}\n")
+        f"\nReceived {len(text)} bytes: {text}\nMy memory: {text}\n"
+        "Press Enter when the client has ended.\n")
     assert verbs.client.output.endswith(
         f"\nSent {len(text)} bytes.\nWrote {len(text)} bytes.\n")
     if text.startswith("H"):
         verbs.ends(0, 0)
+
+
+@roce
+def test_verbs_stopped(run, build):
+    """The client's completions come from the server's adapter, not from its program."""
+    verbs = Verbs(run, build).connect()
+    verbs.server.signal(signal.SIGSTOP)
+    verbs.enter()
+    assert verbs.client.wait() == 0
+    assert verbs.client.output.endswith("\nSent 13 bytes.\nWrote 13 bytes.\n")
+    assert "Received" not in verbs.server.output
+    verbs.server.signal(signal.SIGCONT)
+    verbs.finish()
+    verbs.ends(0, 0)
 
 
 @roce
@@ -268,15 +301,24 @@ def test_verbs_without_a_recv(run):
     assert verbs.client.wait() == 1
     assert verbs.client.output.endswith(
         "\nSent 13 bytes.\nerror: SEND: RNR retry counter exceeded\n")
+    assert verbs.server.popen.poll() is None  # it waits for ever
 
 
 @roce
 def test_verbs_inline(run):
     """The exercise: the buffer may be changed at once."""
     verbs = Verbs(run, INLINE()).connect().enter()
-    assert verbs.client.wait() == verbs.server.wait() == 0, verbs.outputs()
-    assert verbs.server.output.endswith(
-        "\nReceived 13 bytes: Hello, world!\nMy memory: Jello, world!\n")
+    verbs.finish()
+    assert ("\nReceived 13 bytes: Hello, world!\nMy memory: Jello, world!\n"
+            in verbs.server.output)
+
+
+@roce
+def test_verbs_inline_too_long(run):
+    """A longer text has no room in the request."""
+    verbs = Verbs(run, INLINE(), "x" * 65).connect().enter()
+    assert verbs.client.wait() == 1
+    assert verbs.client.output.endswith("\nerror: ibv_post_send: Invalid argument\n")
 
 
 @roce
@@ -288,11 +330,34 @@ def test_verbs_typed_wrong(run, build):
     assert "\nerror: 17,0,here: that is not what the other side has printed\n" in server.output
 
 
+NO_PORT = "error: no port is up, of InfiniBand or of RoCE with an IPv4 address: "
+
+
+@roce
+def test_verbs_device(run, build):
+    """Which one it takes is the reader's choice, and none whose port is down."""
+    server = run([f"{build}/2_verbs"], DEVICE="rxe0", stdin=subprocess.PIPE)
+    server.wait_for("^device: rxe0, ")
+    commands = [["ip", "link", "add", "rdma1", "type", "dummy"],
+                ["ip", "address", "add", "198.51.100.1/24", "dev", "rdma1"],
+                ["rdma", "link", "add", "rxe1", "type", "rxe", "netdev", "rdma1"]]
+    try:
+        for command in commands:
+            subprocess.run(command, check=True)
+        for device in "rxe1", "rxe2":
+            server = run([f"{build}/2_verbs"], DEVICE=device)
+            assert server.wait() == 1
+            assert server.output.startswith(NO_PORT)
+    finally:
+        subprocess.run(["rdma", "link", "delete", "rxe1"], check=False)
+        subprocess.run(["ip", "link", "delete", "rdma1"], check=False)
+
+
 @pytest.mark.skipif(not IWARP, reason="there is a RoCE device")
 def test_verbs_refuses_iwarp(run, build):
     server = run([f"{build}/2_verbs"])
     assert server.wait() == 1
-    assert server.output.startswith("error: no InfiniBand adapter, and none of RoCE ")
+    assert server.output.startswith(NO_PORT)
 
 
 @roce

@@ -32,6 +32,7 @@
 #include <optional>
 #include <random>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -77,6 +78,7 @@ constexpr size_t kMaxOutstandingBytes = 16 << 20;
 // to wait for what the slowest one has taken.
 constexpr size_t kMaxOutstandingRailBytes = 512 << 10;
 
+constexpr size_t kIdSize = 8;    // bytes of a client's own number
 constexpr auto kRailLimit = 4s;  // without a completion, then a rail has failed
 constexpr auto kAnswerGrace = 2s;  // for rails, after another one was accepted
 constexpr auto kByeGrace = 1s;     // for BYE to leave on rails that may be dead
@@ -162,17 +164,6 @@ Address ParseAddress(const std::string& hex) {
   return address;
 }
 
-// Splits a list with commas in between.
-std::vector<std::string> Split(const std::string& text) {
-  std::vector<std::string> parts;
-  for (size_t at = 0; at <= text.size();) {
-    size_t end = std::min(text.find(',', at), text.size());
-    parts.push_back(text.substr(at, end - at));
-    at = end + 1;
-  }
-  return parts;
-}
-
 // ---- Domain and buffers ----
 
 // What fi_getinfo answers, and the function that frees it.
@@ -238,20 +229,14 @@ struct Domain {
   }
 };
 
-// Opens the interfaces that are to be rails: the one that libfabric likes best,
-// and all others of its kind. RAILS, names of domains with commas in between,
-// says which ones.
+// Opens the interface that libfabric likes best, and all others of its kind.
 std::list<Domain> OpenDomains(bool gpu) {
   Info list = GetInfo(gpu);
-  const char* setting = getenv("RAILS");
-  bool all = setting == nullptr || *setting == 0;
-  std::vector<std::string> names = Split(all ? "lo" : setting);
   std::list<Domain> domains;
   for (fi_info* info = list.get(); info != nullptr; info = info->next) {
     std::string name = info->domain_attr->name;
-    bool named = std::find(names.begin(), names.end(), name) != names.end();
     // Nobody on another machine reaches the loopback interface.
-    if (named == all) continue;
+    if (name == "lo") continue;
     // On each host, an address of this kind means another link.
     if (strncmp(info->fabric_attr->name, "fe80:", 5) == 0) continue;
     // Not what is open already, nor what is of another kind.
@@ -264,8 +249,7 @@ std::list<Domain> OpenDomains(bool gpu) {
     if (std::any_of(domains.begin(), domains.end(), excludes)) continue;
     domains.emplace_back(Info(fi_dupinfo(info), fi_freeinfo), gpu);
   }
-  if (domains.empty() && all) domains.emplace_back(std::move(list), gpu);
-  if (domains.empty()) throw std::runtime_error("RAILS names no interface");
+  if (domains.empty()) domains.emplace_back(std::move(list), gpu);
   return domains;
 }
 
@@ -560,17 +544,25 @@ const std::string& BodyOf(const Message& message, AppMessageType type) {
 }
 
 // One end of a conversation: an endpoint, and messages from and to one peer.
-// The server has a session for each client, because only closing an endpoint
-// ends what is in flight to a client that has died. A server's listener is a
-// session without a peer: it hears everybody, and says nothing.
+// The server has a session for each rail of a client, because only closing an
+// endpoint ends what is in flight over it. A server's listener is a session
+// without a peer: it hears everybody, and says nothing.
 struct Session {
   Domain& domain;
+  std::optional<Buffer> memory;  // of the WRITEs, registered with this adapter
   std::deque<Buffer> recv_bufs;
   std::deque<Buffer> send_bufs;  // as many as were ever in use
   std::deque<Message> inbox;     // that have arrived
   fi_addr_t peer = FI_ADDR_UNSPEC;
   Clock::time_point heard_at = Clock::now();  // the last sign of life
-  Clock::time_point opened_at = heard_at;
+  bool asked = false;  // server: the request has come over it
+
+  // Server: where the client's memory is for this rail, and our WRITEs to it.
+  uint64_t remote_addr = 0;
+  uint64_t remote_key = 0;
+  std::set<size_t> writes;  // the numbers of those in flight
+  size_t written = 0;       // how many have completed
+
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
   explicit Session(Domain& open_domain)
@@ -580,6 +572,8 @@ struct Session {
     }
     PostRecvs();
   }
+
+  const char* Name() const { return domain.info->domain_attr->name; }
 
   // Posts a RECV for each free buffer.
   void PostRecvs() {
@@ -647,40 +641,17 @@ struct Session {
   }
 };
 
-// ---- Rails ----
-
-// A way between an adapter here and another one there, with its own session.
-struct Rail {
-  // Of the WRITEs, registered with this adapter.
-  std::optional<Buffer> memory;
-  Session session;
-  bool accepted = false;  // client: the server has answered
-  bool asked = false;     // server: the client wants pages over it
-
-  // Server: where the client's memory is, for this rail, and our WRITEs to it.
-  uint64_t remote_addr = 0;
-  uint64_t remote_key = 0;
-  std::set<size_t> writes;         // the numbers of those in flight
-  size_t written = 0;              // how many have completed
-  Clock::time_point completed_at;  // the last of them
-
-  // Opens our end. Throws if the machine lacks what that takes.
-  Rail(Domain& domain, const Address& addr) : session(domain) {
-    session.peer = session.endpoint.AddPeerAddress(addr);
-  }
-
-  const char* Name() const { return session.domain.info->domain_attr->name; }
-};
-
-// One end of a conversation over several rails.
+// All rails of a conversation.
 struct Rails {
-  std::list<Rail> all;
-  std::string prefix;      // begins each line about one of them
-  std::set<size_t> again;  // numbers of WRITEs that failed ones have left
+  std::list<Session> all;
+  std::string prefix;      // begins each line about a rail
+  std::set<size_t> again;  // numbers of WRITEs that failed rails have left
+  Clock::time_point heard_at = Clock::now();  // the last sign of life
+  Clock::time_point opened_at = heard_at;
 
   // Does something with each rail. One that fails is closed, which ends what it
   // has in flight, and leaves that to the others. Throws if there is no other.
-  void ForEach(const std::function<void(Rail&)>& use) {
+  void ForEach(const std::function<void(Session&)>& use) {
     for (auto it = all.begin(); it != all.end();) {
       auto rail = it++;
       try {
@@ -698,31 +669,24 @@ struct Rails {
   // Polls all rails. Returns the number of completions.
   size_t Poll() {
     size_t completions = 0;
-    ForEach([&](Rail& rail) { completions += rail.session.Poll(); });
+    ForEach([&](Session& rail) {
+      completions += rail.Poll();
+      heard_at = std::max(heard_at, rail.heard_at);
+    });
     return completions;
-  }
-
-  // Returns when there was the last sign of life, on whatever rail.
-  Clock::time_point HeardAt() const {
-    Clock::time_point latest = {};
-    for (const Rail& rail : all) {
-      latest = std::max(latest, rail.session.heard_at);
-    }
-    return latest;
   }
 
   // Client: polls until `done` returns true. Errors say `what` we were doing.
   // A server must not wait like this: all its clients would have to wait, too.
   void WaitUntil(const char* what, const std::function<bool()>& done) {
-    for (Rail& rail : all) rail.session.heard_at = Clock::now();
+    heard_at = Clock::now();
     size_t empty_polls = 0;
     while (!done()) {
       // Over shm, the server may crash if we leave during our first contact.
-      if (g_interrupted &&
-          Clock::now() - all.front().session.opened_at > kContactGrace) {
+      if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
-      CheckSilence(HeardAt(), what);
+      CheckSilence(heard_at, what);
       // No sleep: a poll that completes nothing may move data all the same.
       if (Poll() == 0 && ++empty_polls % kPollsPerYield == 0) {
         std::this_thread::yield();
@@ -736,37 +700,31 @@ struct Rails {
   void Connect(std::list<Domain>& domains,
                const std::vector<Address>& server_addrs) {
     // The server learns by it which rails are ours.
-    uint64_t number = domains.front().RandomKey();
+    uint64_t id = domains.front().RandomKey();
     for (Domain& domain : domains) {
       if (all.size() == server_addrs.size()) break;
-      all.emplace_back(domain, server_addrs[all.size()]);
+      const Address& addr = server_addrs[all.size()];
+      Session& rail = all.emplace_back(domain);
+      rail.peer = rail.endpoint.AddPeerAddress(addr);
     }
-    ForEach([&](Rail& rail) {
-      rail.session.Send(
-          AppMessageType::kConnect,
-          BytesOf(&number, sizeof(number)) + rail.session.endpoint.addr);
-      printf("Sent CONNECT message to server on %s\n", rail.Name());
+    ForEach([&](Session& rail) {
+      rail.Send(AppMessageType::kConnect,
+                BytesOf(&id, sizeof(id)) + rail.endpoint.addr);
     });
     const char* what =
         "waiting for ACCEPT (is the server running, with the same "
         "FI_PROVIDER?)";
-    auto accepted_at = Clock::time_point::max();  // the latest one
     WaitUntil(what, [&] {
-      bool complete = true;
-      ForEach([&](Rail& rail) {
-        if (rail.accepted) return;
-        complete = false;
-        if (std::optional<Message> message = rail.session.Take()) {
-          rail.session.peer = rail.session.endpoint.AddPeerAddress(
-              BodyOf(*message, AppMessageType::kAccept));
-          rail.accepted = true;
-          accepted_at = Clock::now();
-        }
-        if (Clock::now() - accepted_at > kAnswerGrace) {
-          throw std::runtime_error("no answer");
-        }
-      });
-      return complete;
+      size_t silent =
+          std::count_if(all.begin(), all.end(),
+                        [](const Session& rail) { return rail.inbox.empty(); });
+      return silent == 0 ||
+             (silent < all.size() && Clock::now() - heard_at > kAnswerGrace);
+    });
+    ForEach([](Session& rail) {
+      if (rail.inbox.empty()) throw std::runtime_error("no answer");
+      rail.peer = rail.endpoint.AddPeerAddress(
+          BodyOf(*rail.Take(), AppMessageType::kAccept));
     });
   }
 
@@ -775,14 +733,14 @@ struct Rails {
   void SayBye() {
     Clock::time_point start = Clock::now();
     for (bool first = true; !all.empty(); first = false) {
-      all.remove_if([&](Rail& rail) {
+      all.remove_if([&](Session& rail) {
         try {
-          if (first) rail.session.Send(AppMessageType::kBye);
-          rail.session.Poll();
+          if (first) rail.Send(AppMessageType::kBye);
+          rail.Poll();
         } catch (const std::runtime_error&) {
           return true;  // the server will notice our silence
         }
-        return rail.session.HasSent() || Clock::now() - start > kByeGrace;
+        return rail.HasSent() || Clock::now() - start > kByeGrace;
       });
     }
   }
@@ -826,7 +784,7 @@ std::vector<uint64_t> MakePage(size_t page_size, uint64_t seed) {
 // A client, and what it asks of the server: to fill its memory with pages.
 struct ServedClient {
   size_t number;                 // of the client; begins each line about it
-  uint64_t client_number;        // the one that is in all of its CONNECTs
+  std::string id;                // its own number, which each CONNECT has
   std::optional<Buffer> source;  // the pages, once the client has asked
   Rails rails;
   AppRandomFillMessage request = {};
@@ -839,19 +797,20 @@ struct ServedClient {
   bool done = false;  // has said BYE, or its session has failed
 
   // Opens the first rail. Throws if the machine lacks what that takes.
-  ServedClient(Domain& domain, size_t our_number, uint64_t its_number,
+  ServedClient(Domain& domain, size_t client_number, const std::string& its_id,
                const Address& addr)
-      : number(our_number), client_number(its_number) {
+      : number(client_number), id(its_id) {
     rails.prefix = "[" + std::to_string(number) + "] ";
     AddRail(domain, addr);
   }
 
   // Opens our end of a rail, and tells the client which endpoint it is.
   void AddRail(Domain& domain, const Address& addr) {
-    Rail& rail = rails.all.emplace_back(domain, addr);
+    Session& rail = rails.all.emplace_back(domain);
     printf("[%zu] Received CONNECT message from client %s on %s\n", number,
            ToHex(addr).c_str(), rail.Name());
-    rail.session.Send(AppMessageType::kAccept, rail.session.endpoint.addr);
+    rail.peer = rail.endpoint.AddPeerAddress(addr);
+    rail.Send(AppMessageType::kAccept, rail.endpoint.addr);
   }
 
   // Does what can be done for the client now. Returns the number of
@@ -860,16 +819,16 @@ struct ServedClient {
   size_t Poll() {
     size_t completions = rails.Poll();
     // What is wrong with a message is wrong with the client, not with a rail.
-    for (Rail& rail : rails.all) {
-      while (std::optional<Message> message = rail.session.Take()) {
-        if (message->type != AppMessageType::kBye) {
-          HandleRequest(*message, rail);
-        } else {
-          done = true;
-        }
+    for (Session& rail : rails.all) {
+      while (std::optional<Message> message = rail.Take()) {
+        done |= message->type == AppMessageType::kBye;
+        if (done) break;
+        // The request comes over each rail. The first one is to be done.
+        if (!source) HandleRequest(*message, rail.domain);
+        UseRail(*message, rail);
       }
     }
-    rails.ForEach([&](Rail& rail) {
+    rails.ForEach([&](Session& rail) {
       if (rail.asked && !done) ContinuePostWrite(rail);
     });
     if (done) {
@@ -878,29 +837,16 @@ struct ServedClient {
       return completions;
     }
     if (source) Report();
-    CheckSilence(rails.HeardAt(), "waiting for the client");
+    CheckSilence(rails.heard_at, "waiting for the client");
     return completions;
-  }
-
-  // Takes the request, which comes over each rail. The first one is to be done,
-  // the others bring only the address and the key for their adapters.
-  void HandleRequest(const Message& message, Rail& rail) {
-    const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
-    AppRandomFillMessage msg = {};
-    if (rail.asked || body.size() < sizeof(msg)) throw BadMessage("request");
-    body.copy(reinterpret_cast<char*>(&msg), sizeof(msg));
-    if (!source) {
-      request = msg;
-      MakeSource(body, rail.session.domain);
-    }
-    rail.remote_addr = msg.addr;
-    rail.remote_key = msg.rkey;
-    rail.asked = true;
   }
 
   // Compares each value in the message with what was received and what was
   // offered, before it uses the value. Then makes the pages.
-  void MakeSource(const std::string& body, Domain& domain) {
+  void HandleRequest(const Message& message, Domain& domain) {
+    const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
+    if (body.size() < sizeof(request)) throw BadMessage("request");
+    body.copy(reinterpret_cast<char*>(&request), sizeof(request));
     size_t page_size = request.page_size;
     page_idx.resize((body.size() - sizeof(request)) / sizeof(uint32_t));
     body.copy(reinterpret_cast<char*>(page_idx.data()),
@@ -925,27 +871,39 @@ struct ServedClient {
     write_start_at = reported_at = Clock::now();
   }
 
+  // Takes what only the request over this rail says: where the memory is for
+  // its adapter.
+  void UseRail(const Message& message, Session& rail) {
+    const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
+    AppRandomFillMessage msg = {};
+    if (rail.asked || body.size() < sizeof(msg)) throw BadMessage("request");
+    body.copy(reinterpret_cast<char*>(&msg), sizeof(msg));
+    rail.remote_addr = msg.addr;
+    rail.remote_key = msg.rkey;
+    rail.asked = true;
+  }
+
   // Returns whether there are pages to write.
   bool Busy() const { return finished_write_ops < total_write_ops; }
 
   // Lets a rail take the next WRITEs, as far as libfabric has room: the queue
   // stays short, however long the transfer is.
-  void ContinuePostWrite(Rail& rail) {
+  void ContinuePostWrite(Session& rail) {
     if (!rail.memory) {
-      rail.memory.emplace(rail.session.domain, source->size, FI_WRITE,
-                          source->gpu, source->data);
+      rail.memory.emplace(rail.domain, source->size, FI_WRITE, source->gpu,
+                          source->data);
     }
     bool several = rails.all.size() > 1;
-    if (rail.memory->in_flight == 0) rail.completed_at = Clock::now();
-    if (several && Clock::now() - rail.completed_at > kRailLimit) {
-      throw std::runtime_error("none of " + std::to_string(rail.writes.size()) +
+    size_t in_flight = rail.memory->in_flight;
+    if (several && in_flight > 0 && Clock::now() - rail.heard_at > kRailLimit) {
+      throw std::runtime_error("none of " + std::to_string(in_flight) +
                                " WRITEs has completed for " +
                                std::to_string(kRailLimit.count()) + " s");
     }
     size_t bytes = several ? kMaxOutstandingRailBytes : kMaxOutstandingBytes;
     size_t most =
         std::clamp(bytes / request.page_size, size_t{2}, kMaxOutstandingWrites);
-    while (rail.memory->in_flight < most && rail.session.endpoint.HasRoom()) {
+    while (rail.memory->in_flight < most && rail.endpoint.HasRoom()) {
       std::optional<size_t> write = TakeWrite();
       if (!write) return;
       PostWrite(rail, *write);
@@ -968,14 +926,16 @@ struct ServedClient {
   }
 
   // Posts the WRITE with this number: of a page, in one of the rounds.
-  void PostWrite(Rail& rail, size_t write) {
+  void PostWrite(Session& rail, size_t write) {
     size_t page_size = request.page_size;
     size_t i = write % page_idx.size();
     bool last = write + 1 == total_write_ops;
+    // It has been idle, and its silence begins now.
+    if (rail.memory->in_flight == 0) rail.heard_at = Clock::now();
     rail.writes.insert(write);
-    rail.session.endpoint.Post(
+    rail.endpoint.Post(
         {.type = RdmaOpType::kWrite,
-         .peer = rail.session.peer,
+         .peer = rail.peer,
          .buf = &*rail.memory,
          .len = page_size,
          .offset = i * page_size,
@@ -984,7 +944,7 @@ struct ServedClient {
          .imm_data = last ? request.imm_data : 0,
          .callback = [this, write, &rail](const RdmaOp& op) {
            op.Check();
-           rail.session.heard_at = rail.completed_at = Clock::now();
+           rail.heard_at = Clock::now();
            rail.writes.erase(write);
            ++rail.written;
            ++finished_write_ops;
@@ -997,9 +957,8 @@ struct ServedClient {
     if (Clock::now() - reported_at < kReportPeriod || !Busy()) return;
     reported_at = Clock::now();
     PrintProgress();
-    rails.ForEach([](Rail& rail) {
-      if (!rail.memory || !rail.session.HasSent()) return;
-      rail.session.Send(AppMessageType::kProgress);
+    rails.ForEach([](Session& rail) {
+      if (rail.HasSent()) rail.Send(AppMessageType::kProgress);
     });
   }
 
@@ -1009,13 +968,12 @@ struct ServedClient {
     std::chrono::duration<double> seconds = Clock::now() - write_start_at;
     double mpps = double(finished_write_ops) / seconds.count() * 1e-6;
     size_t eagain_count = 0;
-    std::string parts;
-    for (const Rail& rail : rails.all) {
-      eagain_count += rail.session.endpoint.eagain_count;
-      if (!rail.memory) continue;
+    std::string shares;
+    for (const Session& rail : rails.all) {
+      eagain_count += rail.endpoint.eagain_count;
       size_t percent =
           100 * rail.written / std::max(finished_write_ops, size_t{1});
-      parts +=
+      shares +=
           std::string(", ") + rail.Name() + "=" + std::to_string(percent) + "%";
     }
     printf(
@@ -1023,7 +981,7 @@ struct ServedClient {
         "EAGAIN=%zu%s\n",
         number, seconds.count(), 100 * finished_write_ops / total_write_ops,
         finished_write_ops, total_write_ops, 8e-3 * mpps * request.page_size,
-        mpps, eagain_count, parts.c_str());
+        mpps, eagain_count, shares.c_str());
   }
 };
 
@@ -1052,19 +1010,15 @@ void ServerMain(const char* program, bool gpu) {
           // Who has waited for this long has given up, and would take a place.
           if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
           const std::string& body = BodyOf(message, AppMessageType::kConnect);
-          uint64_t its_number = 0;
-          if (body.size() < sizeof(its_number)) throw BadMessage("CONNECT");
-          body.copy(reinterpret_cast<char*>(&its_number), sizeof(its_number));
-          Address addr = body.substr(sizeof(its_number));
+          std::string id = body.substr(0, kIdSize);
+          Address addr = body.substr(id.size());
           auto client = std::find_if(
-              clients.begin(), clients.end(), [&](const ServedClient& served) {
-                return served.client_number == its_number;
-              });
+              clients.begin(), clients.end(),
+              [&](const ServedClient& served) { return served.id == id; });
           if (client != clients.end()) {
             client->AddRail(listener.domain, addr);
           } else if (clients.size() < kMaxClients) {
-            clients.emplace_back(listener.domain, ++num_clients, its_number,
-                                 addr);
+            clients.emplace_back(listener.domain, ++num_clients, id, addr);
           } else {
             // Waits in the inbox, until a client leaves.
             listener.inbox.push_back(message);
@@ -1131,35 +1085,32 @@ void ClientMain(const std::vector<Address>& server_addrs, bool gpu,
   std::shuffle(page_idx.begin(), page_idx.end(), random);
   page_idx.resize(num_pages);
   AppRandomFillMessage request = {};
+  // The server names a place in our memory by its address or, if the provider
+  // does without FI_MR_VIRT_ADDR, by its distance from the start.
+  if (domains.front().info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
+    request.addr = reinterpret_cast<uint64_t>(memory.data.get());
+  }
   request.size = memory.size;
   request.seed = random();
   request.page_size = uint32_t(page_size);
   request.imm_data = uint32_t(random()) | 1;
   request.total_repeat = total_repeat;
   bool filled = false;
-  rails.ForEach([&](Rail& rail) {
-    Session& session = rail.session;
-    session.endpoint.on_imm_data = [&](uint32_t imm_data) {
+  rails.ForEach([&](Session& rail) {
+    rail.endpoint.on_imm_data = [&](uint32_t imm_data) {
       if (imm_data == request.imm_data) filled = true;
     };
-    rail.memory.emplace(session.domain, memory.size, access, gpu, memory.data);
-    // The server names a place in our memory by its address or, if the provider
-    // does without FI_MR_VIRT_ADDR, by its distance from the start.
-    if (session.domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
-      request.addr = reinterpret_cast<uint64_t>(memory.data.get());
-    }
+    rail.memory.emplace(rail.domain, memory.size, access, gpu, memory.data);
     request.rkey = fi_mr_key(rail.memory->mr);
-    session.Send(AppMessageType::kRandomFill,
-                 BytesOf(&request, sizeof(request)) +
-                     BytesOf(page_idx.data(), num_pages * sizeof(uint32_t)));
-    printf(
-        "Sent RandomFill request to server on %s. page_size: %zu, num_pages: "
-        "%zu\n",
-        rail.Name(), page_size, num_pages);
+    rail.Send(AppMessageType::kRandomFill,
+              BytesOf(&request, sizeof(request)) +
+                  BytesOf(page_idx.data(), num_pages * sizeof(uint32_t)));
+    printf("Sent RandomFill request on %s. page_size: %zu, num_pages: %zu\n",
+           rail.Name(), page_size, num_pages);
   });
   rails.WaitUntil("waiting for the pages", [&] {
-    rails.ForEach([](Rail& rail) {
-      while (std::optional<Message> message = rail.session.Take()) {
+    rails.ForEach([](Session& rail) {
+      while (std::optional<Message> message = rail.Take()) {
         BodyOf(*message, AppMessageType::kProgress);
       }
     });
@@ -1181,8 +1132,7 @@ constexpr const char* kUsage =
     "      Run the server.\n"
     "  11_rails [--gpu] ADDRESS [PAGE_SIZE NUM_PAGES [REPEAT]]\n"
     "      Have it write pages into our memory (65536 1000 500).\n"
-    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider,\n"
-    "RAILS the interfaces, by the names of their domains: RAILS=eth0,eth1\n"
+    "ADDRESS is what the server prints. FI_PROVIDER chooses the provider.\n"
     "With --gpu, this side's pages are in the memory of the first GPU.\n";
 
 // Reads a number from 1 to `max`. Throws std::invalid_argument.
@@ -1227,7 +1177,8 @@ int main(int argc, char** argv) {
     }
     if (args.size() > 3) total_repeat = ParseNumber(args[3], kMaxRepeat);
     std::vector<Address> addresses;
-    for (const std::string& hex : Split(args[0])) {
+    std::istringstream list(args[0] + ",");
+    for (std::string hex; std::getline(list, hex, ',');) {
       addresses.push_back(ParseAddress(hex));
     }
     ClientMain(addresses, gpu, page_size, num_pages, total_repeat);

@@ -25,9 +25,9 @@ def bounds(server, client=1):
 
 def test_one_rail(serve):
     """A single rail holds up no other one: it has as much room as before."""
-    server = serve("11_rails", RAILS="lo")
-    server.check_client(str(PAGE), "100", "3", RAILS="lo")
-    assert bounds(server)[1] == {"lo": (100, MOST)}
+    server = serve("11_rails", "shm")
+    server.check_client(str(PAGE), "100", "3")
+    assert bounds(server)[1] == {"shm": (100, MOST)}
     server.stop()
 
 

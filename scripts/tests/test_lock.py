@@ -204,9 +204,10 @@ LOG = RECORDS + 1024 * 256
 TABLE_SIZE = LOG + 8 * LOG_SIZE
 
 
-# What is wrong, and the words that make it so: of the number of entries, the first entry
+# What is wrong, and the words that make it so: of the number of entries, the first entries
 # and the first ledger.
 WRONG = {
+    "an entry that is there twice": ([2], [1, 1], [2, 2]),
     "entries that nobody wrote": ([2], [1], [2, 2]),
     "a ledger whose total is wrong": ([1], [1], [1, 0]),
     "fewer changes than entries": ([1], [1], [0, 0]),

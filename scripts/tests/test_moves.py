@@ -77,7 +77,8 @@ PROMISES = {
     "10_lock": {
         "": Promise([["50"]] * 2, "^Data is correct\\.$",
                     {"^the log has \\d+ entries .* It all fits together\\.$": 1}),
-        "append": Promise([["50"]], "^Done\\.$", {"^the log has 50 entries$": 1}),
+        "draw": Promise([["50"]], "^Done\\.$", {"^50 tickets have been drawn$": 1}),
+        "add": Promise([["50"]] * 2, "^Done\\.$", {"It all fits together\\.$": 1}),
         # Two lose changes: see test_unlocked_ledger.
         "ledger": Promise([["50"]], "^Data is correct\\.$", {"It all fits together\\.$": 1})},
     # With one adapter. What several do is in test_walk.py.

@@ -412,17 +412,18 @@ TEXTS = {
         "test_strict.py test_rail_fails and write"),
     "rail-failed-counts": ("11_rails",
         "           op.Check();\n"
-        "           rail.session.heard_at = rail.completed_at = Clock::now();\n"
+        "           rail.heard_at = Clock::now();\n"
         "           rail.writes.erase(write);\n"
         "           ++rail.written;\n"
         "           ++finished_write_ops;\n",
         "           ++finished_write_ops;\n"
         "           op.Check();\n"
-        "           rail.session.heard_at = rail.completed_at = Clock::now();\n"
+        "           rail.heard_at = Clock::now();\n"
         "           rail.writes.erase(write);\n"
         "           ++rail.written;\n", "test_strict.py test_rail_fails and write"),
-    "rail-completed": ("11_rails", "rail.session.heard_at = rail.completed_at = Clock::now();",
-        "rail.session.heard_at = Clock::now();", "test_rails.py test_four_rails"),
+    "rail-completed": ("11_rails",
+        "           op.Check();\n           rail.heard_at = Clock::now();\n",
+        "           op.Check();\n", "test_rails.py test_four_rails"),
     "strict-rail-notification": ("11_rails", "(write == last && finished_write_ops < last)",
         "(write == last && again.size() > 0)", "test_strict.py test_last_write and 11_rails"),
     "strict-rail-key": ("11_rails", "rail.remote_key = msg.rkey;",

@@ -37,7 +37,7 @@ without=(shm net sockets ofi_rxd
   two_hosts slow_cable
   idle
   crowd stood_still waiting memory_for_all nearly_everything many_senders largest
-  one_after test_signals at_the_start first_contact flood four_clients many_slots
+  one_after ninth test_signals at_the_start first_contact flood four_clients many_slots
   late_completions
   nobody_reads bad_answers "(in_a_session and 9_file)")
 status=0

@@ -430,12 +430,14 @@ struct Session {
     }
   }
 
-  // Posts what waits, and polls. Returns the number of completions.
+  // Posts what waits, and polls. The RECVs are back before the program answers,
+  // and the peer answers that. Returns the number of completions.
   size_t Poll() {
     endpoint.refused = false;
-    PostRecvs();
     if (send_buf.in_flight == 0 && !outbox.empty()) PostSend(outbox.front());
-    return endpoint.PollCompletion();
+    size_t completions = endpoint.PollCompletion();
+    PostRecvs();
+    return completions;
   }
 
   // Posts a message, which is the first of the outbox.

@@ -458,12 +458,14 @@ struct Mailbox {
     }
   }
 
-  // Posts what waits, and polls. Returns the number of completions.
+  // Posts what waits, and polls. The RECVs are back before the program answers,
+  // and the peer answers that. Returns the number of completions.
   size_t Poll() {
     endpoint.refused = false;
-    PostRecvs();
     PostReady();
-    return endpoint.PollCompletion();
+    size_t completions = endpoint.PollCompletion();
+    PostRecvs();
+    return completions;
   }
 
   // Gives each peer whose message can leave one try. One for which there is no

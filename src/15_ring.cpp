@@ -481,10 +481,12 @@ struct Session {
     }
   }
 
-  // Posts what waits, and polls. Returns the number of completions.
+  // Posts what waits, and polls. The RECVs are back before the program answers,
+  // and the peer answers that. Returns the number of completions.
   size_t Poll() {
+    size_t completions = endpoint.PollCompletion();
     PostRecvs();
-    return endpoint.PollCompletion();
+    return completions;
   }
 
   // Puts the message that has come with a RECV into the inbox. One that is too

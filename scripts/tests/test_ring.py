@@ -220,9 +220,7 @@ def test_watched_ring(tmp_path, behind, floats):
     slot: our own WRITE still has the place where it goes."""
     status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, BEHIND=behind, REORDER_MS="0",
                          REORDER_COMPLETIONS_MS="200")
-    # On a busy machine, a CREDIT may wait for a RECV, which is something to look at.
-    assert status == 0 and re.search("^No (certain )?violation", said, re.M) and \
-        " of 3 processes" in said, said
+    assert status == 0 and "No violation seen" in said and " of 3 processes" in said, said
 
 
 @pytest.mark.thorough

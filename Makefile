@@ -244,18 +244,15 @@ mutants:
 	  without_symbols "$$python" scripts/tests/mutants.py $(MUTANTS)'
 
 # Each has its variables at the top of its file in scripts/bench/.
-BENCHES := bench bench-variants bench-file bench-lock bench-crowd bench-ring
+BENCHES := bench bench-variants bench-ring
 bench bench-variants: MEASURED := 7_queue bench_loop
-bench-file: MEASURED := 9_file
-bench-lock: MEASURED := 10_lock
-bench-crowd: MEASURED := 13_crowd
 bench-ring: MEASURED := 15_ring bench_allreduce
 .PHONY: $(BENCHES)
 $(BENCHES):
-	@scripts/install-deps.sh build $(if $(filter %-crowd %-ring,$@),$@,bench)
+	@scripts/install-deps.sh build $(if $(filter %-ring,$@),$@,bench)
 	@$(MAKE) --no-print-directory $(MEASURED:%=$(BUILD)/%)
-	@BUILD=$(BUILD) python3 -B scripts/bench/bench_$(or \
-	  $(patsubst bench-%,%,$(filter-out bench bench-variants,$@)),queue).py $(@:bench-%=%)
+	@BUILD=$(BUILD) python3 -B scripts/bench/bench_$(if $(filter %-ring,$@),ring,queue).py \
+	  $(@:bench-%=%)
 
 # Checks what a reader has made of an exercise: make exercise-4.
 exercise-%:
@@ -351,9 +348,6 @@ help-all: help
 	@echo 'make test-rdma  run the programs over real verbs, without a card'
 	@echo 'make mutants    break the programs: does a test notice?'
 	@echo 'make bench-variants  what each of the things does that made 7_queue fast'
-	@echo 'make bench-file measure 9_file beside what this machine can do'
-	@echo 'make bench-lock measure 10_lock: one, two and four clients'
-	@echo 'make bench-crowd measure 13_crowd beside an endpoint for each client, and redis'
 	@echo 'make bench-ring measure 15_ring beside MPI_Allreduce'
 	@echo 'make figures    draw the figures of the chapters into build/figures/'
 	@echo 'make lint       check the formatting'

@@ -2,8 +2,7 @@
 """Carries a change into all texts that share the changed lines.
 
 The programs, the programs after their moves, and what patches make of them (answers of
-exercises, breaks, programs of one's own, the server of a benchmark) are the nodes of one
-tree. A child is its parent's text with a patch; that of a program without moves is a file.
+exercises, breaks, programs of one's own) are the nodes of one tree. A child is its parent's text with a patch; that of a program without moves is a file.
 In memory they are one weave: each line once, with the nodes that have it. Change any node,
 and this changes all below it, and the moves that lead to it, which have the lines.
 
@@ -39,7 +38,7 @@ sys.path.insert(0, f"{os.path.dirname(os.path.realpath(__file__))}/moves")
 import moves  # noqa: E402  pylint: disable=wrong-import-position
 
 ROOT = moves.ROOT
-FOLDERS = ["exercises", "breaks", "own", "bench"]
+FOLDERS = ["exercises", "breaks", "own"]
 SIMILAR = 0.5  # a line and the one that replaces it
 LARGE = 20  # lines; where a node has as many others, it has another section
 # What a node does with a change.

@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise,
-# test, rdma, machine, bench, bench-crowd, bench-ring, lint, figures, book
+# test, rdma, machine, bench, bench-ring, lint, figures, book
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -40,10 +40,6 @@ has_verbs() {
   echo '#include <infiniband/verbs.h>' | "${CXX:-g++}" -E -x c++ -
 }
 
-has_redis() {
-  command -v redis-server && command -v redis-benchmark
-}
-
 has_mpi() {
   command -v mpirun && command -v mpicxx
 }
@@ -73,7 +69,6 @@ for group in "$@"; do
         "python3-pytest python3-pytest-xdist" python_with pytest xdist
       need iproute2 iproute command -v ip
       need iperf3 iperf3 command -v iperf3
-      need socat socat command -v socat
       ;;
     rdma)
       # The libraries of verbs, and the tools of chapters/appendix_setup.md.
@@ -89,16 +84,9 @@ for group in "$@"; do
       ;;
     bench)
       need iperf3 iperf3 command -v iperf3
-      need socat socat command -v socat
       if ls /sys/class/infiniband/* >/dev/null 2>&1; then
         need perftest perftest command -v ib_write_bw
       fi
-      ;;
-    bench-crowd)
-      # Debian's package also starts a server, which has nothing to do here.
-      need "redis-server redis-tools" redis has_redis
-      # Patches a copy of 13_crowd.
-      need git git command -v git
       ;;
     bench-ring)
       need "openmpi-bin libopenmpi-dev" "openmpi openmpi-devel" has_mpi
@@ -119,7 +107,7 @@ for group in "$@"; do
       ;;
     *)
       echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench]" \
-        "[bench-crowd] [bench-ring] [lint] [figures] [book]" >&2
+        "[bench-ring] [lint] [figures] [book]" >&2
       exit 2
       ;;
   esac

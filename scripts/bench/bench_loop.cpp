@@ -2,8 +2,6 @@
 // machine. The benchmark compares 7_queue with it.
 //
 // Usage:
-//   bench_loop copy PAGE_SIZE NUM_PAGES TOTAL
-//       Copies TOTAL pages from one buffer to another.
 //   bench_loop target PAGE_SIZE NUM_PAGES
 //       Prints "target ADDRESS PLACE KEY" and waits until a WRITE brings
 //       immediate data.
@@ -12,8 +10,7 @@
 //       "delivery,16,16": the completion level of a WRITE ("any", or "delivery"
 //       for FI_DELIVERY_COMPLETE), the number of WRITEs posted between two
 //       readings of the completion queue, and the number of entries read at a
-//       time.
-// "copy" and "write" print "seconds N", the latter for each SETTINGS.
+//       time. Prints "seconds N" for each.
 //
 // As in 7_queue the pages are on huge pages, and all of them are touched before
 // the clock starts. They are read in order and written in a random order.
@@ -88,20 +85,6 @@ std::vector<size_t> RandomOffsets(size_t page_size, size_t count) {
   for (size_t i = 0; i < count; ++i) offsets[i] = i * page_size;
   std::shuffle(offsets.begin(), offsets.end(), std::mt19937_64(1));
   return offsets;
-}
-
-void Copy(size_t page_size, size_t count, size_t total) {
-  const uint8_t* from = Alloc(count * page_size);
-  uint8_t* to = Alloc(count * page_size);
-  std::vector<size_t> offsets = RandomOffsets(page_size, count);
-  double start = Now();
-  for (size_t done = 0, i = 0; done < total; ++done) {
-    memcpy(to + offsets[i], from + i * page_size, page_size);
-    // Keeps the compiler from removing the copy because nobody reads it.
-    asm volatile("" : : "r"(to) : "memory");
-    if (++i == count) i = 0;
-  }
-  printf("seconds %.9f\n", Now() - start);
 }
 
 struct Endpoint {
@@ -288,7 +271,6 @@ int main(int argc, char** argv) {
   auto number = [&](size_t i) { return std::stoul(args.at(i)); };
   std::string mode = args.at(0);
   size_t count = number(2);
-  if (mode == "copy") Copy(number(1), count, number(3));
   if (mode == "target") RunTarget(number(1), count);
   if (mode == "write") {
     Write(number(1), count, number(3), args.at(4), number(5), number(6),

@@ -1,33 +1,36 @@
-"""Measures 7_queue, and beside it what this machine can do at its best: for each provider
-and page size, in turn with it
+"""Measures 7_queue, and beside it, in turn, what this machine can do: for each provider
+and page size
   bare loop    around fi_writemsg (bench_loop.cpp), with the settings that are best here,
-  memcpy       one copy of the same pages,
-  iperf3       one stream (it has no page size),
-  ib_write_bw  perftest, which does the same by verbs alone (where the provider is verbs).
+  ib_write_bw  perftest, which does the same by verbs alone (where the provider is verbs);
+and iperf3 with one stream, which has no page size.
 
 With `variants`: 7_queue with one of CHANGES below, beside the unchanged program.
 
 Variables:
-  SIZES     page sizes ("64 256 1K 4K 16K 64K 256K 1M"; variants: "64 64K")
-  SECONDS   of a run, roughly (0.25)
-  VARIANTS  names of CHANGES (all)
+  PROVIDERS  as FI_PROVIDER takes them (by default those of shm, tcp, efa and
+             verbs;ofi_rxm that are here)
+  SIZES      page sizes ("64 1K 64K 1M"; variants: "64 64K")
+  SECONDS    of a run, roughly (0.25)
+  VARIANTS   names of CHANGES (all)
 """
 
+import json
 import os
 import random
 import re
 import shutil
+import socket
 import statistics
+import subprocess
 import sys
 import time
 
 import bench
-from bench import (BUILD, ROOT, TARGET, TIME_LIMIT, WRITER, background, free_port,
-                   measure_queue, num_pages, print_table, read_until, run, show, to_text)
+from bench import BUILD, ROOT, TARGET, WRITER, background, read_until, run, to_text
 
 OF_VARIANTS = sys.argv[1:2] == ["variants"]
 SIZES = sorted(map(bench.to_bytes, os.environ.get(
-    "SIZES", "64 64K" if OF_VARIANTS else "64 256 1K 4K 16K 64K 256K 1M").split()))
+    "SIZES", "64 64K" if OF_VARIANTS else "64 1K 64K 1M").split()))
 SECONDS = float(os.environ.get("SECONDS", 0.25))
 
 # Settings of the bare loop, as bench_loop takes them: when a WRITE is complete,
@@ -53,44 +56,76 @@ CHANGES = {
 }
 
 
-# ---- What is measured: all return WRITEs (or pages) a second ----
+def providers_here():
+    """Those for which libfabric, the one that the programs are linked with, finds an
+    interface."""
+    home = os.environ.get("LIBFABRIC_HOME") or "/opt/amazon/efa"
+    fi_info = shutil.which(f"{home}/bin/fi_info") or "fi_info"
+    return os.environ.get("PROVIDERS", "").split() or [
+        provider for provider in ["shm", "tcp", "efa", "verbs;ofi_rxm"]
+        if subprocess.run([fi_info, "-t", "FI_EP_RDM"], env=bench.environment(provider),
+                          check=False, capture_output=True).returncode == 0]
+
+
+# ---- What is measured: all return Gbps ----
+
+def num_pages(size):
+    """No more than 7_queue serves a client with."""
+    return max(1, min(2000, (64 << 20) // size))
+
+
+def guess(size):
+    """How many WRITEs take SECONDS."""
+    return max(1, round(SECONDS / (2e-6 + size / 4e9)))
+
+
+def measure_queue(provider, size, writes, program=f"{BUILD}/7_queue"):
+    pages = min(num_pages(size), writes)
+    with background(WRITER, provider, program) as server:
+        read_until(server, "^Run the client")
+        address = read_until(server, r" ([0-9a-f]+)\n")[1]
+        run(TARGET, provider, program, address, str(size), str(pages),
+            str(max(1, round(writes / pages))))
+        gbps, mpps = map(float, read_until(
+            server, r"WRITE: 100%.* bw=([0-9.]+)Gbps.* ([0-9.]+)Mpps").groups())
+    # Both have three decimals, so the larger one is more exact.
+    return max((mpps, mpps * size * 8e-3), (gbps, gbps))[1]
+
 
 def bench_loop(core, provider, mode, size, *arguments):
     return (core, provider, f"{BUILD}/bench_loop", mode, str(size), str(num_pages(size)),
             *arguments)
 
 
-def loop_rates(output, writes):
-    return [writes / float(text) for text in re.findall("seconds (.*)", output)]
-
-
 def measure_loop(provider, size, writes, *settings):
-    """The bare loop, once for each of the settings; returns as many rates."""
+    """The bare loop, once for each of the settings; returns as many figures."""
     with background(*bench_loop(TARGET, provider, "target", size)) as target:
         where = read_until(target, r"^target (\S+) (\S+) (\S+)").groups()
         output = run(*bench_loop(WRITER, provider, "write", size, str(writes),
                                  *where, *settings))
-        target.wait(TIME_LIMIT)
-    return loop_rates(output, writes)
+        target.wait()
+    return [writes * size * 8e-9 / float(text) for text in re.findall("seconds (.*)", output)]
 
 
 def best_settings(provider, size):
     """Runs all of them in turn: what slows the machine down for a while meets all."""
     order = sum((random.sample(SETTINGS, len(SETTINGS)) for _ in range(ROUNDS)), [])
-    rates = {settings: [] for settings in SETTINGS}
-    writes = max(1, round(guess(size) * SECONDS / 10))
-    for settings, rate in zip(order, measure_loop(provider, size, writes, *order)):
-        rates[settings].append(rate)
-    return max(SETTINGS, key=lambda settings: statistics.median(rates[settings]))
+    found = {settings: [] for settings in SETTINGS}
+    writes = max(1, guess(size) // 10)
+    for settings, gbps in zip(order, measure_loop(provider, size, writes, *order)):
+        found[settings].append(gbps)
+    return max(SETTINGS, key=lambda settings: statistics.median(found[settings]))
 
 
-def measure_memcpy(size, writes):
-    return loop_rates(run(*bench_loop(WRITER, "", "copy", size, str(writes))), writes)[0]
+def free_port():
+    with socket.socket() as free:
+        free.bind(("", 0))
+        return str(free.getsockname()[1])
 
 
 def measure_write_bw(provider, size, writes):
     """perftest on the device that 7_queue uses, such as mlx5_0."""
-    with background(bench.ANY_CORE, provider, f"{BUILD}/7_queue") as server:
+    with background(TARGET, provider, f"{BUILD}/7_queue") as server:
         device = read_until(server, "^domain: ([^, ]+)")[1]
     # Line by line, as on a terminal.
     command = ["stdbuf", "-oL", "ib_write_bw", "--ib-dev", device, "--size", str(size),
@@ -99,59 +134,55 @@ def measure_write_bw(provider, size, writes):
         read_until(server, "Waiting for client")  # it prints this before it listens
         time.sleep(0.5)
         output = run(WRITER, "", *command, "127.0.0.1")
-    return float(re.search(rf"^ {size} +\d+ .*", output, re.M)[0].split()[4]) * 1e6
+    mpps = float(re.search(rf"^ {size} +\d+ .*", output, re.M)[0].split()[4])
+    return mpps * size * 8e-3
 
 
-def guess(size):
-    return 1 / (2e-6 + size / 4e9)
+def measure_iperf3():
+    port = free_port()
+    with background(TARGET, "", "iperf3", "--server", "--one-off", "--bind", "127.0.0.1",
+                    "--port", port, "--forceflush") as server:
+        read_until(server, "^Server listening")
+        output = run(WRITER, "", "iperf3", "--client", "127.0.0.1", "--port", port, "--time", "1",
+                     "--json")
+    return json.loads(output)["end"]["sum_received"]["bits_per_second"] * 1e-9
 
 
 # ---- The benchmark ----
 
-def measure_all(results, providers):
-    """Returns the best settings of the bare loop."""
-    best = {(p, size): best_settings(p, size) for p in providers for size in SIZES}
-    steps = {}
+def measure_all(providers):
+    results, steps = bench.Results(), {("iperf3",): measure_iperf3}
 
     def add(program, provider, size, measure):
         """The number of WRITEs takes SECONDS: as in the last run, or a guess."""
         key = (program, provider, size)
         steps[key] = lambda: measure(provider, size, max(1, round(
-            SECONDS * results.values.get(key, [guess(size)])[-1])))
+            SECONDS * results[key][-1] / size / 8e-9)) if key in results else guess(size))
 
-    for size in SIZES:
-        add("memcpy", "", size, lambda _, size, writes: measure_memcpy(size, writes))
-        for p in providers:
+    for p in providers:
+        for size in SIZES:
+            best = best_settings(p, size)
             add("7_queue", p, size, measure_queue)
-            add("bare loop", p, size, lambda p, size, writes: measure_loop(
-                p, size, writes, best[p, size])[0])
+            add("bare loop", p, size, lambda p, size, writes, best=best: measure_loop(
+                p, size, writes, best)[0])
             if "verbs" in p and shutil.which("ib_write_bw"):
                 add("ib_write_bw", p, size, measure_write_bw)
-    # It sends blocks of 128 KiB, so it says nothing about smaller pages.
-    steps["iperf3", "", 65536] = lambda: bench.measure_iperf3() / 8 / 65536
     results.measure(steps)
-    return best
-
-
-def print_all(results, providers, best):
     # It decides the speed of tcp and iperf3: bbr paces what it sends.
     with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
         print(f"\nTCP congestion control: {file.read().strip()}")
-    programs = [("memcpy", ""), *((program, p) for p in providers for program in
-                                  ["7_queue", "bare loop", "ib_write_bw"])]
-    programs = [key for key in programs if (*key, SIZES[0]) in results.values]
-    print_table("Gbps (medians):", [
-        ["page size", *(" ".join(key).strip() for key in programs)],
-        *([to_text(size), *(show(results.median(*key, size) * size * 8e-9, 3)
-                            for key in programs)] for size in SIZES)])
-    print(f"iperf3: {results.median('iperf3', '', 65536) * 65536 * 8e-9:.3f}")
-    print_table("7_queue / bare loop (medians of the rounds), and the best settings of that: "
-                "completion level,\nWRITEs posted for each reading of the completion queue, "
-                "entries read at a time:", [
-                    ["page size", *(f"{p}{x}" for p in providers for x in ("", ", settings"))],
-                    *([to_text(size), *sum(([show(results.ratio(("7_queue", p, size), ("bare loop", p, size))),
-                                             best[p, size]] for p in providers), [])]
-                      for size in SIZES)])
+    rows = [["page size"], *([to_text(size)] for size in SIZES)]
+    for p in providers:
+        rows[0].append(f"{p}, Gbps")
+        for row, size in zip(rows[1:], SIZES):
+            row.append(f"{statistics.median(results['7_queue', p, size]):.2f}")
+        for other in "bare loop", "ib_write_bw":
+            if (other, p, SIZES[0]) in results:
+                rows[0].append(f"/ {other}")
+                for row, size in zip(rows[1:], SIZES):
+                    row.append(f"{results.ratio(('7_queue', p, size), (other, p, size)):.2f}")
+    bench.print_table(rows)
+    print(f"iperf3: {statistics.median(results[('iperf3',)]):.2f} Gbps")
 
 
 # ---- Variants ----
@@ -169,39 +200,38 @@ def changed_source(name):
     return source
 
 
+def build_variant(name):
+    """Builds it as the others are, in a folder with a src of its own. Returns its path."""
+    folder = os.path.join(BUILD, "bench", name)
+    os.makedirs(f"{folder}/src", exist_ok=True)
+    with open(f"{folder}/src/7_queue.cpp", "w") as file:
+        file.write(changed_source(name))
+    subprocess.run(["make", "-s", "-C", folder, "-f", f"{ROOT}/Makefile",
+                    f"BUILD={folder}", f"{folder}/7_queue"], check=True)
+    return f"{folder}/7_queue"
+
+
 def measure_variants(providers):
     names = os.environ.get("VARIANTS", "").split() or [*CHANGES]
     if not {*names} <= {*CHANGES}:
         sys.exit(f"the variants are: {' '.join(CHANGES)}")
-    programs = {"unchanged": f"{BUILD}/7_queue", **{
-        name: bench.build_variant(name, "7_queue", changed_source(name)) for name in names}}
+    programs = {"unchanged": f"{BUILD}/7_queue",
+                **{name: build_variant(name) for name in names}}
     columns = [(p, size) for p in providers for size in SIZES]
-    results = bench.Results("program", "provider", "page_size")
+    results = bench.Results()
     results.measure({
         (name, p, size): lambda name=name, p=p, size=size: measure_queue(
-            p, size, max(1, round(guess(size) * SECONDS)), programs[name])
+            p, size, guess(size), programs[name])
         for name in programs for p, size in columns})
-    print_table("The rate of 7_queue with one change, over that of the unchanged one (medians):", [
-        ["", *(f"{p} {to_text(size)}" for p, size in columns)],
-        ["unchanged, M WRITEs/s", *(show(results.median("unchanged", *column) * 1e-6, 4)
-                                    for column in columns)],
+    bench.print_table([
+        ["with one change, over unchanged", *(f"{p} {to_text(size)}" for p, size in columns)],
         *([f"{name}: {CHANGES[name][0]}",
-           *(show(results.ratio((name, *column), ("unchanged", *column)))
-             for column in columns)] for name in names)])
-    results.write("bench-variants")
-
-
-def main():
-    bench.exit_on_signals()
-    providers = bench.providers_here()
-    if OF_VARIANTS:
-        measure_variants(providers)
-        return
-    results = bench.Results("program", "provider", "page_size")
-    best = measure_all(results, providers)
-    print_all(results, providers, best)
-    results.write("bench")
+           *(f"{results.ratio((name, *column), ('unchanged', *column)):.2f}"
+             for column in columns)] for name in names),
+        ["unchanged, Gbps", *(f"{statistics.median(results['unchanged', *column]):.2f}"
+                              for column in columns)]])
 
 
 if __name__ == "__main__":
-    main()
+    bench.exit_on_signals()
+    (measure_variants if OF_VARIANTS else measure_all)(providers_here())

@@ -11,14 +11,16 @@ Variables:
 
 import os
 import re
+import statistics
 import subprocess
 import tempfile
 
 import bench
-from bench import BUILD, show
+from bench import BUILD
 
 SIZES = [bench.to_bytes(size) for size in os.environ.get("SIZES", "4M 64M").split()]
 PROVIDERS = os.environ.get("PROVIDERS", "tcp").split()
+PROGRAMS = ["15_ring", "Open MPI"]
 RANKS = 4
 
 
@@ -53,19 +55,19 @@ def measure(program, provider, size):
 
 def main():
     bench.exit_on_signals()
-    results = bench.Results("program", "provider", "size")
+    results = bench.Results()
     results.measure({(program, provider, size): lambda key=(program, provider, size): measure(*key)
-                     for program in ("15_ring", "Open MPI") for provider in PROVIDERS
-                     for size in SIZES})
+                     for program in PROGRAMS for provider in PROVIDERS for size in SIZES})
+    rows = [["seconds: median, least, most", *PROGRAMS, "ratio"]]
     for provider in PROVIDERS:
-        keys = [[(program, provider, size) for program in ("15_ring", "Open MPI")]
-                for size in SIZES]
-        bench.print_table(f"{provider}, seconds (medians), and Open MPI's by those of 15_ring:", [
-            ["bytes", "15_ring", "Open MPI", "ratio"],
-            *([bench.to_text(ring[2]), show(results.median(*ring), 4),
-               show(results.median(*mpi), 4), show(results.ratio(mpi, ring))]
-              for ring, mpi in keys)])
-    results.write("bench-ring")
+        for size in SIZES:
+            ring, mpi = ((program, provider, size) for program in PROGRAMS)
+            rows.append([
+                f"{provider}, {bench.to_text(size)}",
+                *(" ".join(f"{seconds:.2f}" for seconds in [
+                    statistics.median(results[key]), min(results[key]), max(results[key])])
+                  for key in (ring, mpi)), f"{results.ratio(mpi, ring):.1f}"])
+    bench.print_table(rows)
 
 
 if __name__ == "__main__":

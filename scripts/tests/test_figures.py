@@ -14,8 +14,6 @@ pytestmark = pytest.mark.static
 
 SVG = "{http://www.w3.org/2000/svg}"
 FIGURES = [os.path.basename(path) for path in style.figures()]
-# Not drawn by matplotlib.
-BY_HAND = [name for name in FIGURES if not name.endswith("_bench.svg")]
 
 
 def check_style(figure):
@@ -39,7 +37,7 @@ def test_style(name):
     check_style(style.read(f"{ROOT}/chapters/{name}"))
 
 
-@pytest.mark.parametrize("name", BY_HAND)
+@pytest.mark.parametrize("name", FIGURES)
 def test_by_hand(name):
     """A figure says what it shows, one of owner.py where a chapter shows it. Its texts begin
     within it. Each class is in the style."""

@@ -21,11 +21,6 @@ ibv_devinfo -d rxe0
 export FI_UNIVERSE_SIZE=100
 env -u FI_PROVIDER fi_info -t FI_EP_RDM | sed -n 1,4p
 
-test_over() {  # KIND_OF_DEVICE PYTEST_OPTION...
-  RDMA=$1 without_symbols "$(python_with pytest xdist)" -m pytest --color=no \
-    -n 2 -v -rsx "${@:2}"
-}
-
 # Left out: the other providers; what does not get as far as a network; what is about
 # a disk; network namespaces, for which rxe of Linux 6.1 does not work; what measures
 # how much of a core a program takes; and what takes an emulated processor longer than
@@ -40,18 +35,7 @@ without=(shm net sockets ofi_rxd
   one_after ninth test_signals at_the_start first_contact flood four_clients many_slots
   late_completions
   nobody_reads bad_answers "(in_a_session and 9_file)")
-status=0
-test_over rxe -k "$(printf 'not %s and ' "${without[@]}")not nothing" "$@" \
+RDMA=1 without_symbols "$(python_with pytest xdist)" -m pytest --color=no -n 2 -v -rsx \
+  -k "$(printf 'not %s and ' "${without[@]}")not nothing" "$@" \
   scripts/tests/test_rdma.py \
-  scripts/tests/test_{programs,failures,messages,malloc,file,lock,reorder}.py || status=1
-
-if modprobe -q -n siw; then
-  run rdma link delete rxe0
-  run modprobe siw
-  run rdma link add siw0 type siw netdev rdma0
-  test_over siw "$@" scripts/tests/test_rdma.py || status=1
-  run rdma link delete siw0
-else
-  echo "There is no siw here, so nothing is tried over iWARP."
-fi
-exit $status
+  scripts/tests/test_{programs,failures,messages,malloc,file,lock,reorder}.py

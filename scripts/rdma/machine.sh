@@ -46,8 +46,6 @@ if [ ! -d "$kernel" ]; then
   mv "$kernel.part" "$kernel"
   cd ../..
 fi
-# It takes gcc, and the tests do without.
-scripts/rdma/siw.sh "$kernel" || echo "There will be no iWARP."
 
 # ---- What it starts with: a shell, and the modules that it takes to see files ----
 

@@ -17,9 +17,9 @@ else
   echo "The kernel of this machine has no Soft-RoCE, or we are not root, so the" \
     "tests run in a virtual machine. What is missing is installed first: QEMU and" \
     "the libraries for RDMA (about 30 MB to download, 120 MB on disk). A kernel" \
-    "comes into build/rdma/ (70 MB to download, 400 MB on disk), and 150 MB of its" \
-    "source for a while, to build an iWARP device. Where KVM works, all takes some" \
-    "minutes; otherwise the processor is emulated, and it takes half an hour."
+    "comes into build/rdma/ (70 MB to download, 400 MB on disk). Where KVM works," \
+    "all takes some minutes; otherwise the processor is emulated, and it takes half" \
+    "an hour."
 fi
 scripts/install-deps.sh build test rdma ${where:+machine}
 

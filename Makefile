@@ -8,8 +8,6 @@
 #   CXX, CXXFLAGS   the compiler and its options
 #   BUILD           where to build (build)
 #   CHAPTER, ARGS   for `make demo`: the program, and its client's arguments
-#   CHAPTER, SECONDS
-#                   for `make report`: the demo's program, and how long each size takes
 #   ARGS            for `make test-rdma`: options;
 #                   for `make watch-6`: the client's arguments; CLIENTS: how many at once;
 #                   BEHIND=build/strict.so: a library between the recorder and libfabric
@@ -213,9 +211,8 @@ demo:
 # built is part of it.
 report:
 	@scripts/install-deps.sh build
-	-@$(MAKE) --no-print-directory -k $(sort $(addprefix $(BUILD)/,4_hello 6_write \
-	  7_queue $(CHAPTER) watch.so))
-	@BUILD='$(BUILD)' CHAPTER='$(CHAPTER)' python3 scripts/report.py
+	-@$(MAKE) --no-print-directory -k $(addprefix $(BUILD)/,6_write 7_queue watch.so)
+	@BUILD='$(BUILD)' python3 scripts/report.py
 
 # In a minute, what needs no program. WRITE=1 first writes anew what follows from the
 # programs.

@@ -2,9 +2,10 @@
 """Carries a change into all texts that share the changed lines.
 
 The programs, the programs after their moves, and what patches make of them (answers of
-exercises, breaks, programs of one's own) are the nodes of one tree. A child is its parent's text with a patch; that of a program without moves is a file.
-In memory they are one weave: each line once, with the nodes that have it. Change any node,
-and this changes all below it, and the moves that lead to it, which have the lines.
+exercises, breaks, programs of one's own) are the nodes of one tree. A child is its parent's
+text with a patch; that of a program without moves is a file. In memory they are one weave:
+each line once, with the nodes that have it. Change any node, and this changes all below it,
+and the moves that lead to it, which have the lines.
 
 Usage: scripts/carry.py [--since REV] [--compile]
            --since REV  what has changed since this commit (HEAD)

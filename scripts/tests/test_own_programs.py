@@ -149,18 +149,6 @@ def test_feed(run):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
-@pytest.mark.thorough
-def test_feed_without_ours(run):
-    """The sum is right all the same, but strict.so finds it."""
-    # The server hears of its WRITEs late, and its client of everything at once.
-    feed = Made(run, "feed", WITHOUT_OURS(), **strict(run), STRICT_CQ_DELAY_US="50000")
-    client = feed.start("8", "500", STRICT_CQ_DELAY_US="0", STRICT_DELAY_US="0")
-    assert client.wait() == 0, client.output
-    feed.stop()
-    assert re.search(r"VIOLATION of change: WRITE of 4096 bytes: changed while in flight",
-                     feed.server.output), feed.server.output
-
-
 def watched(run, program, *args, **env):
     """What the recorder finds in a run over tcp."""
     return subprocess.run(

@@ -1,6 +1,5 @@
 """The programs, as their users run them."""
 
-import os
 import re
 import signal
 import time
@@ -11,8 +10,7 @@ from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS
 from marks import each_provider, two_providers
 from table import TABLE
 
-# How many clients test_one_after_the_other runs. CLIENTS=1000 takes minutes.
-CLIENTS = int(os.environ.get("CLIENTS", "24"))
+CLIENTS = 24  # of test_one_after_the_other
 
 
 def skip_lossy(program, provider):

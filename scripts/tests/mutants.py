@@ -153,7 +153,7 @@ TEXTS = {
     "pipe-of-5": ("5_reverse", "{SIGINT, SIGTERM, SIGHUP, SIGPIPE}", "{SIGINT, SIGTERM, SIGHUP}",
         "test_failures.py test_nobody_reads and 5_reverse"),
     "handlers-late": ("7_queue", "    CatchSignals();\n", "",
-        "test_failures.py test_client_signals_at_work and 7_queue and shm"),
+        "test_failures.py test_client_signals_at_its_first_contact"),
     "pause": ("5_reverse", "if (completions == 0) std::this_thread::sleep_for(kIdlePause);", "",
         "test_failures.py test_idle and not session"),
     "pause-of-7": ("7_queue", "    if (!busy) {\n", "    if (false) {\n",

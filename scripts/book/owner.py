@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Draws the figure "Who owns it now?" of each chapter with a program, chapters/N_owner.svg.
+"""Draws the figure "Who owns it now?" of each chapter with a program, chapters/N_owner.svg,
+and gives every figure its style.
 All have the same two lanes, mine above and theirs below. A lane's colour says who may
 touch that memory, and four events change it: post, completion, notification, answer
 (chapter 9's is a credit).
 
 Usage: scripts/book/owner.py     (make figures)"""
 
+import pathlib
 import typing
 
 import style
@@ -273,13 +275,14 @@ def draw(figure):
 
 
 def path_of(number):
-    return f"{style.ROOT}/chapters/{number}_owner.svg"
+    return pathlib.Path(f"{style.ROOT}/chapters/{number}_owner.svg")
 
 
 def main():
     for number, figure in FIGURES.items():
-        with open(path_of(number), "w", encoding="utf-8") as file:
-            file.write(draw(figure))
+        path_of(number).write_text(draw(figure), encoding="utf-8")
+    for path in style.figures():
+        path.write_text(style.styled(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.xdist_group("book")
 def pages(tmp_path_factory):
     """The texts of the pages, by their names."""
     out = tmp_path_factory.mktemp("book") / "out"
-    book.Book(ROOT, str(out)).build()
+    book.build(str(out))
     return out, {path.name: path.read_text() for path in sorted(out.glob("*.html"))}
 
 

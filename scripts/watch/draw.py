@@ -23,7 +23,7 @@ MOST_PROCESSES = 4    # that are drawn; the others are named
 MOST_ARROWS = 400     # then only messages, and the first WRITEs
 style.ROLES.update({"touch": ("green", "green"), "lent": ("amber", "pale-amber"),
                     "bad": ("red", "pale-red"), "ink": ("page", "page")})
-OWNERS = {"mine": ("good", "mine: I may touch it"), "flight": ("data", "in flight: hands off"),
+OWNERS = {"mine": ("good", "mine: I may touch it"), "one": ("good", ""), "flight": ("data", "in flight: hands off"),
           "lent": ("lent", "lent: the others may"), "touch": ("touch", "the program uses it"),
           "bad": ("bad", "wrong")}
 
@@ -222,14 +222,13 @@ class Lane:
         self.p, self.name, self.note, self.region, self.thin = p, name, note, region, thin
         self.begin, self.end, self.y = begin, end, 0
         self.height = THIN if thin else LANE
-        self.pieces = []     # (from, to, owner, words, hint, row)
+        self.pieces = []     # (from, to, owner, words)
         self.ops, self.there = [], []  # of this process here, of others here
-        self.marks, self.overlay = [], []
-        self.shared, self.rows = False, 1
+        self.marks, self.shared = [], False
 
-    def add(self, t0, t1, owner, text="", hint="", row=0):
+    def add(self, t0, t1, owner, content):
         if t1 > t0:
-            self.pieces.append((t0, t1, owner, text, hint, row))
+            self.pieces.append((t0, t1, owner, content))
 
 
 def lanes_of(run, p):
@@ -257,9 +256,10 @@ def recv_lanes(run, p, ep):
     if len(used) > 3:
         lane = Lane(p, plural(len(recvs), "RECV"), begin, end, note)
         lane.add(begin, end, "flight", f"{len(recvs)} RECVs in flight")
-        lane.overlay = [(op, after.t0 if after else end) for ops in used.values()
-                        for op, after in zip(ops, [*ops[1:], None]) if op.t1]
         lane.ops = [op for ops in recvs.values() for op in ops]
+        for op, after in ((op, after) for ops in used.values()
+                          for op, after in zip(ops, [*ops[1:], None]) if op.t1):
+            lane.add(op.t1, after.t0 if after else end, "one", words(run, op))
         return [lane]
     lanes = [message_lane(run, p, f"a RECV of {size(ops[0].size)}", note, ops)
              for ops in used.values()]
@@ -267,7 +267,7 @@ def recv_lanes(run, p, ep):
     if rest:
         lane = Lane(p, f"{rest} {'more ' if used else ''}RECV{'s' * (rest > 1)}", begin, end, note,
                     thin=True)
-        lane.add(begin, end, "flight", "", f"{plural(rest, 'RECV')} in flight, no message comes")
+        lane.add(begin, end, "flight", "no message comes")
         lanes.append(lane)
     return lanes
 
@@ -277,15 +277,8 @@ def send_lanes(run, p):
     for op in p.ops.values():
         if op.what == SEND and not op.inject:
             sends.setdefault(op.addr, []).append(op)
-    if len(sends) <= 4:
-        return [message_lane(run, p, "a buffer for SENDs", "", ops)
-                for ops in sorted(sends.values(), key=lambda ops: ops[0].t0)]
-    ops = sorted((op for some in sends.values() for op in some), key=lambda op: op.t0)
-    lane = Lane(p, f"{len(sends)} buffers for SENDs", ops[0].t0, p.end, plural(len(ops), "SEND"))
-    lane.ops = ops
-    for op in ops:
-        lane.add(op.t0, op.end, "bad" if op.wrong else "flight", words(run, op), words(run, op))
-    return [lane]
+    return [message_lane(run, p, "a buffer for SENDs", "", ops)
+            for ops in sorted(sends.values(), key=lambda ops: ops[0].t0)[:MOST_LANES]]
 
 
 def message_lane(run, p, name, note, ops):
@@ -295,21 +288,12 @@ def message_lane(run, p, name, note, ops):
     end = region.t1 if region and region.t1 else p.end
     lane = Lane(p, name, begin, end, note, region)
     lane.ops = sorted(ops, key=lambda op: op.t0)
-    lane.add(begin, lane.ops[0].t0, "mine", "mine", "registered")
-    levels = []  # several operations may use a buffer at the same time
-    for i, op in enumerate(lane.ops):
-        row = next((k for k, until in enumerate(levels) if until <= op.t0), min(len(levels), 4))
-        levels[row:row + 1] = [op.end]
-        hint = f"{NAMES[op.what]} of {size(op.size)} [{op.id}]"
-        text = f"SEND: {words(run, op)}" if op.what == SEND else "RECV: in flight"
-        lane.add(op.t0, op.end, "bad" if op.wrong else "flight", text, hint, row)
-        if max(levels) == op.end:
-            until = lane.ops[i + 1].t0 if i + 1 < len(lane.ops) else end
-            got = f"{words(run, op)} is mine" if op.what == RECV and op.t1 else "mine"
-            lane.add(op.end, until, "mine", got,
-                     f"completed: {size(op.length)}" if op.t1 and op.length else "completed")
-    lane.rows = len(levels)
-    lane.height = max(LANE, 18 * lane.rows)
+    lane.add(begin, lane.ops[0].t0, "mine", "mine")
+    for op, after in zip(lane.ops, [*lane.ops[1:], None]):
+        lane.add(op.t0, op.end, "bad" if op.wrong else "flight",
+                 f"SEND: {words(run, op)}" if op.what == SEND else "RECV: in flight")
+        lane.add(op.end, after.t0 if after else end, "mine",
+                 f"{words(run, op)} is mine" if op.what == RECV and op.t1 else "mine")
     lane.marks = [w.t for w in run.wrongs if w.p is p and w.op in lane.ops]
     return lane
 
@@ -342,21 +326,15 @@ def region_lanes(run, p, region):
         lane.shared = True
         lane.ops = [op for op in local if number(op.addr - region.addr) not in kept]
         lane.there = [op for op in region.remote if number(op.offset) not in kept]
-        busy = []  # when some of them are in flight
-        for op in sorted(lane.ops + lane.there, key=lambda op: op.t0):
-            if busy and op.t0 <= busy[-1][1]:
-                busy[-1][1] = max(busy[-1][1], op.end)
-            else:
-                busy.append([op.t0, op.end])
-        for begin, until in busy:
-            lane.add(begin, until, "flight", "", "some of them")
+        for op in lane.ops + lane.there:
+            lane.add(op.t0, op.end, "flight", op.name())
         lanes.append(lane)
     free = region.size - sum(length for _, length in merged)
     if free > 0 and region.access & REMOTE:
         end, begin = region.t1 or p.end, lent_at(region)
         lane = Lane(p, f"{size(free)} more", region.t0, end, "", region, thin=True)
-        lane.add(region.t0, begin, "mine")
-        lane.add(begin, end, "lent", "", "lent, and nothing comes")
+        lane.add(region.t0, begin, "mine", "")
+        lane.add(begin, end, "lent", "nothing comes")
         lanes.append(lane)
     return lanes
 
@@ -403,8 +381,7 @@ def place_lane(run, p, region, at, length, local):
         for op in lane.ops:
             lane.add(since, op.t0, "mine", "mine")
             number = f", number {op.imm}" if op.imm is not None else ""
-            lane.add(op.t0, op.end, "bad" if op.wrong else "flight", op.name() + number,
-                     f"{op.name()} of {size(op.size)} [{op.id}]")
+            lane.add(op.t0, op.end, "bad" if op.wrong else "flight", op.name() + number)
             since = max(since, op.end)
         lane.add(since, end, "mine", "mine")
         for op in lane.there:
@@ -420,22 +397,21 @@ def lend(run, lane, touches):
     """The pieces of a place that others READ or WRITE: mine, lent, in flight, mine."""
     region, p, end = lane.region, lane.p, lane.end
     at = min(lent_at(region), min((op.t0 for op in lane.there), default=end))
-    lane.add(region.t0, at, "mine", "mine", "registered")
+    lane.add(region.t0, at, "mine", "mine")
     writes = [op for op in lane.there if op.what == WRITE]
     for op in lane.there:
         if op.what != WRITE:  # nobody tells the owner of a READ
-            lane.add(op.t0, op.end, "flight", op.name(), f"{op.name()} of {op.p.name}")
+            lane.add(op.t0, op.end, "flight", op.name())
     for i, op in enumerate(writes):
         lane.add(at, op.t0, "lent", "lent")
         back = told(run, op)
         after = writes[i + 1].t0 if i + 1 < len(writes) else end
         number = f": number {op.imm}" if op.imm is not None else ": in flight"
         at = max(min(back or end, after), op.t0)
-        lane.add(op.t0, at, "bad" if op.wrong else "flight", f"#{op.count}{number}",
-                 f"{op.name()} of {op.p.name}, {size(op.size)} [{op.id}]")
+        lane.add(op.t0, at, "bad" if op.wrong else "flight", f"#{op.count}{number}")
         if back and back < after:
             again = lent_again(run, p, writes[i + 1], back, touches) if i + 1 < len(writes) else end
-            lane.add(back, again, "mine", "mine", "told")
+            lane.add(back, again, "mine", "mine")
             at = again
     lane.add(at, end, "lent", "lent")
 
@@ -472,7 +448,7 @@ def draw_lane(run, lane, axis):
     yield text(LABEL - 10, lane.y + 11, lane.name, "small end")
     if not lane.thin:
         yield tiny(LABEL - 10, lane.y + 23, lane.note)
-    last = {}  # of each owner and row, where the last box began
+    last = {}  # of each owner, where the last box began
 
     def is_seen(t0, t1, key):
         """Of boxes that are narrower than a pixel, one is seen for each."""
@@ -482,34 +458,17 @@ def draw_lane(run, lane, axis):
         last[key] = x
         return True
 
-    for t0, t1, owner, _, hint, row in lane.pieces:
-        y, height = lane.y, lane.height
-        if not is_seen(t0, t1, (owner, row)):
+    for t0, t1, owner, content in lane.pieces:
+        if not is_seen(t0, t1, owner):
             continue
-        if owner == "touch":
-            y, height = y + 5, height - 10
-        elif lane.rows > 1 and owner != "mine":
-            y, height = y + 18 * row, 18
-        whose = OWNERS[owner][1].split(":")[0]
+        y = lane.y + 5 * (owner == "touch")
+        height = lane.height - 10 if owner == "touch" else lane.height // (1 + (owner == "one"))
         yield box(axis(t0), y, axis(t1) - axis(t0), height, owner,
-                  f"{whose}{': ' if hint else ''}{hint}, {span(t1 - t0)}, from {ms(run, t0)}")
-    for op, until in lane.overlay:
-        if not is_seen(op.t1, until, "overlay"):
-            continue
-        yield box(axis(op.t1), lane.y, axis(until) - axis(op.t1), lane.height // 2, "mine",
-                  f"{words(run, op)}: mine, {span(until - op.t1)}")
+                  f"{OWNERS[owner][1].split(':')[0]}: {content}, {span(t1 - t0)}, from {ms(run, t0)}")
     for t in lane.marks:
         x = min(axis(t), WIDTH - RIGHT - 8)
         yield ('<path class="wrong" style="marker-end: none; stroke-width: 3" '
                f'd="M{x - 7:.1f},{lane.y + 5}l14,14m-14,0l14,-14"/>')
-
-
-def free_place(begin, end, marks):
-    """The widest part of a box that no mark is on: where it begins, and how wide it is."""
-    inside = sorted(x for x in marks if begin < x < end)
-    parts = zip([begin, *(x + 8 for x in inside)], [*(x - 8 for x in inside), end])
-    a, b = max(parts, key=lambda part: part[1] - part[0])
-    return a, b - a
 
 
 def lane_words(lane, axis):
@@ -517,20 +476,17 @@ def lane_words(lane, axis):
     if lane.thin:
         return
     covered = [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
-    for t0, t1, owner, content, _, row in lane.pieces:
-        x, width = free_place(axis(t0), axis(t1), [axis(t) for t in lane.marks])
-        if not fits("#1", width):
+    for t0, t1, owner, content in lane.pieces:
+        x, width = axis(t0), axis(t1) - axis(t0)
+        if owner == "one" or owner == "mine" and any(a < t1 and t0 < b for a, b in covered):
             continue
-        if owner == "mine" and any(a < t1 and t0 < b for a, b in covered):
-            continue
-        y = lane.y + (18 * row + 14 if lane.rows > 1 and owner != "mine" else lane.height / 2 + 5)
         timed = [f"{content}, {span(t1 - t0)}"] if owner == "flight" and content[:4] != "RECV" \
             else []
         short = content.split(" is ")[-1] if owner == "mine" else \
             content.split(":")[0].split(",")[0]
         for shown in (*timed, content, short, short.split(" ")[-1]):
             if shown and fits(shown, width):
-                yield text(x + width / 2, y, shown,
+                yield text(x + width / 2, lane.y + lane.height / 2 + 5, shown,
                            "small middle" + (" ink" if owner == "touch" else ""))
                 break
 
@@ -587,15 +543,12 @@ def arrows(run, lanes, axis):
             if op.what == SEND and op.target and op.target.p in {lane.p for lane in lanes}:
                 y1 = y0 + (26 if down else -26)
                 yield op, ('<path class="wrong" style="marker-end: none" d="M'
-                           f'{x0:.1f},{y0}L{x0 + 18:.1f},{y1}m-6,-6l12,12m0,-12l-12,12"/>'), x0, 0
+                           f'{x0:.1f},{y0}L{x0 + 18:.1f},{y1}m-6,-6l12,12m0,-12l-12,12"/>'), x0
             continue
         y1 = target.y if down else target.y + target.height
         ends = (x0, y1, axis(arrive), y0) if op.what == READ else (x0, y0, axis(arrive), y1)
-        thin = "1.5" if op.what == SEND else "1.3"
-        hint = f"{op.name()} {words(run, op)}" if op.what == SEND else op.name()
-        yield op, (f'<path class="{kind}" style="opacity: 0.55; stroke-width: {thin}" d="'
-                   f'M{ends[0]:.1f},{ends[1]:.1f}L{ends[2]:.1f},{ends[3]:.1f}">'
-                   f"<title>{html.escape(hint)}</title></path>"), (ends[0] + ends[2]) / 2, target.y
+        yield op, (f'<path class="{kind}" style="opacity: 0.55; stroke-width: 1.4" d="M{ends[0]:.1f},'
+                   f'{ends[1]:.1f}L{ends[2]:.1f},{ends[3]:.1f}"/>'), (ends[0] + ends[2]) / 2
 
 
 def legend(run, lanes):
@@ -604,7 +557,7 @@ def legend(run, lanes):
     if run.wrongs:
         used.add("bad")
     for owner, (_, content) in OWNERS.items():
-        if owner in used:
+        if owner in used and content:
             yield box(x, 38, 18, 18, owner)
             yield text(x + 25, 52, content, "small")
             x += 52 + wide(content)
@@ -628,16 +581,6 @@ def axis_lines(axis, y):
         yield ('<path class="call" style="marker-end: none; stroke-width: 1.5" '
                f'd="M12,{y - 4}v8m0,-4h{unit * axis.scale:.1f}m0,-4v8"/>')
         yield text(12, y + 22, span(unit), "small")
-
-
-def wrapped(content, width=150):
-    lines, line = [], ""
-    for word in content.split(" "):
-        if line and len(line) + len(word) >= width:
-            lines.append(line)
-            line = "   "
-        line += (" " if line else "") + word
-    return [*lines, line]
 
 
 def times_of(ps):
@@ -699,22 +642,21 @@ def draw(run, title):
                  f'width="{x1 - x0:.1f}" height="{y - 72}"/>' for x0, x1, _ in axis.cuts]
     for lane in lanes:
         lines += draw_lane(run, lane, axis)
-    taken, labels = {gap: [[] for _ in range(5)] for gap in gaps}, []
-    for op, line, x, _ in sorted(arrows(run, lanes, axis), key=lambda a: a[2]):
+    taken, labels = [[] for _ in range(5)], []  # of rows in the first gap
+    for op, line, x in sorted(arrows(run, lanes, axis), key=lambda a: a[2]):
         lines.append(line)
         content = words(run, op) if op.what == SEND else \
             f"number {op.imm}" if op.imm is not None else ""
         half = wide(content) / 2 + 4
         x = min(max(x, LABEL + half), WIDTH - half)
-        for gap, row in ((gap, row) for gap in gaps[:1] for row in range(5)) if content else ():
-            if all(abs(x - at) > half + other for at, other in taken[gap][row]):
-                taken[gap][row].append((x, half))
-                at = gap + 8 + 21 * row
-                labels += [f'<rect fill="{style.PALETTE["page"]}" opacity="0.85" '
-                           f'x="{x - half:.1f}" y="{at}" width="{2 * half:.1f}" height="18"/>',
-                           text(x, at + 14, content,
-                                "small middle" + (" wrong" if op.wrong else ""))]
-                break
+        row = next((row for row in range(5) if content and all(
+            abs(x - at) > half + other for at, other in taken[row])), None)
+        if row is not None and gaps:
+            taken[row].append((x, half))
+            at = gaps[0] + 8 + 21 * row
+            labels += [f'<rect fill="{style.PALETTE["page"]}" opacity="0.85" x="{x - half:.1f}" '
+                       f'y="{at}" width="{2 * half:.1f}" height="18"/>',
+                       text(x, at + 14, content, "small middle" + " wrong" * op.wrong)]
     for lane in lanes:
         lines += lane_words(lane, axis)
     for p, at in heads:
@@ -722,18 +664,9 @@ def draw(run, title):
                      f"{html.escape(p.program)}, process {p.pid}</tspan></text>")
     lines += labels + list(axis_lines(axis, y))
     y += 34
-    told_ = [(f"✗ {finding(run, w)}", "wrong") for w in run.wrongs[:8]]
-    told_ += [(f"• {finding(run, w)}", "") for w in run.notes[:4]]
-    if len(run.wrongs) > 8:
-        told_.append((f"… and {len(run.wrongs) - 8} more, in trace.txt", "wrong"))
     if others:
-        told_.append((f"{plural(others, 'process')} more took part, and {'are' if others > 1 else 'is'}"
-                      " in trace.txt", ""))
-    for content, kind in told_:
-        for line in wrapped(content):
-            lines.append(text(12, y + 14, line, f"small {kind}".strip()))
-            y += 19
-        y += 4
+        lines.append(text(12, y + 14, f"{plural(others, 'process')} more in trace.txt", "small"))
+        y += 19
     return svg(lines, y + 10, title)
 
 

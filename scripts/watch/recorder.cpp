@@ -47,10 +47,8 @@
 #include <vector>
 
 // Summing up buffers is most of what recording costs. xxHash does it as fast as memory is.
-#if __has_include(<xxhash.h>)
 #define XXH_INLINE_ALL
 #include <xxhash.h>
-#endif
 
 #define VISIBLE extern "C" __attribute__((visibility("default")))
 // A library behind this one may have functions of the same names.
@@ -69,7 +67,7 @@ enum Kind : uint8_t {
   kEndpointClosed,  //
   kPeer,            // number; text: its name
   kPost,  // data, size, peer, remote address, key, immediate data or operand, sum or
-          // expected word, fi_op with the bit below
+          // expected word, fi_op
   kNoRoom,  // for what; the same again until there is room isn't noted
   kComplete,  // length, immediate data, error, sum; text: the error, or the payload
   kNotice,   // immediate data, length
@@ -84,8 +82,6 @@ enum What : uint8_t { kSend = 1, kRecv, kWrite, kRead, kAtomic };
 
 // Bits beside What.
 constexpr uint8_t kHasImm = 0x80, kInjected = 0x20;
-// A bit beside an fi_op: its result is known.
-constexpr uint64_t kFetches = 0x100;
 
 struct Record {
   uint64_t time;  // ns, CLOCK_MONOTONIC, which all processes of a host share
@@ -183,7 +179,6 @@ struct Region {
   uint32_t id;
   char* data;
   size_t size;
-  uint64_t access;
   bool device;  // memory that a processor can't read
   struct fi_ops* real;
 
@@ -194,7 +189,7 @@ struct Region {
 
 struct Endpoint {
   uint16_t id;
-  uint16_t cq = 0, sent_cq = 0, av = 0;  // two queues, or twice the same
+  uint16_t cq = 0, av = 0;
   struct fi_ops* real = nullptr;
   struct fi_ops_msg* msg = nullptr;
   struct fi_ops_rma* rma = nullptr;
@@ -215,7 +210,6 @@ struct Op {
 
 struct Queue {
   uint16_t id;
-  size_t entry;  // bytes
   struct fi_ops_cq* real;
 };
 
@@ -225,7 +219,7 @@ struct AddressVector {
   struct fi_ops_av* real;
 };
 
-using Flight = std::multimap<uintptr_t, Op>;  // by their contexts
+using Flight = std::map<uintptr_t, Op>;  // by their contexts
 
 std::mutex g_mutex;
 std::unordered_map<struct fid*, Endpoint> g_endpoints;
@@ -240,7 +234,6 @@ struct Domain {
 std::unordered_map<struct fid*, Domain> g_domains;
 std::map<struct fid*, Region> g_regions;  // those that are open
 Flight g_flight;
-std::map<uintptr_t, uint32_t> g_buffers;  // what is in flight, by its address
 std::atomic<uintptr_t> g_lowest = UINTPTR_MAX,
                        g_highest = 0;  // of regions and contexts
 uint32_t g_ops = 0, g_region_count = 0;
@@ -248,25 +241,17 @@ uint16_t g_objects = 0;
 size_t g_name_size = 0;
 // How deep this thread is in libfabric: what that does itself is not the program's.
 thread_local int g_inside = 0;
-thread_local bool g_busy = false;  // with records of our own
 
-struct Lock {
-  Lock() : guard(g_mutex) { g_busy = true; }
-  ~Lock() { g_busy = false; }
-  std::lock_guard<std::mutex> guard;
+// Lives as long as libfabric, or we, work for this thread.
+struct Inside {
+  Inside() { ++g_inside; }
+  ~Inside() { --g_inside; }
 };
 
-// Sums up bytes.
-uint64_t Sum(const char* data, size_t size) {
-#ifdef XXH_INLINE_ALL
-  return XXH3_64bits(data, size);
-#else
-  uint64_t sum = size;
-  for (size_t i = 0; i < size; ++i)
-    sum = (sum ^ uint8_t(data[i])) * 0x100000001b3u;
-  return sum;
-#endif
-}
+struct Lock {
+  Inside inside;
+  std::lock_guard<std::mutex> guard{g_mutex};
+};
 
 Region* RegionOf(uintptr_t at) {
   for (auto& [fid, region] : g_regions) {
@@ -279,12 +264,6 @@ void Widen(uintptr_t low, uintptr_t high) {
   g_lowest = std::min(g_lowest.load(), low);
   g_highest = std::max(g_highest.load(), high);
 }
-
-// Lives as long as libfabric works for this thread.
-struct Inside {
-  Inside() { ++g_inside; }
-  ~Inside() { --g_inside; }
-};
 
 // ---- Operations ----
 
@@ -302,19 +281,9 @@ Op MakeOp(What what, const void* data, size_t size) {
 
 // Keeps an operation that is in flight.
 void Fly(Op op, void* context) {
-  if (op.size > 0) g_buffers[uintptr_t(op.data)] = op.id;
   if (context) Widen(uintptr_t(context), uintptr_t(context) + 1);
   if (op.size > 0) Widen(uintptr_t(op.data), uintptr_t(op.data) + 1);
-  g_flight.emplace(uintptr_t(context), std::move(op));
-}
-
-// Takes one out that has completed.
-Flight::node_type Land(Flight::iterator it) {
-  const Op& op = it->second;
-  auto buffer = g_buffers.find(uintptr_t(op.data));
-  if (buffer != g_buffers.end() && buffer->second == op.id)
-    g_buffers.erase(buffer);
-  return g_flight.extract(it);
+  g_flight.insert_or_assign(uintptr_t(context), std::move(op));
 }
 
 // Notes what a buffer is like. A message is always summed up: so model.py finds the RECV
@@ -322,7 +291,8 @@ Flight::node_type Land(Flight::iterator it) {
 void Remember(Op& op) {
   if (op.what == kRecv || (op.size <= kCopied && op.what != kRead))
     op.copy.assign(op.data, op.data + std::min(op.size, kCopied));
-  if (op.what == kSend || op.what == kWrite) op.sum = Sum(op.data, op.size);
+  if (op.what == kSend || op.what == kWrite)
+    op.sum = XXH3_64bits(op.data, op.size);
 }
 
 // Posts an operation, and writes it down. One that is injected has no completion, and its
@@ -371,14 +341,6 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
   return ret;
 }
 
-What WhatOf(uint64_t flags) {
-  if (flags & FI_RECV) return kRecv;
-  if (flags & FI_SEND) return kSend;
-  if (flags & FI_ATOMIC) return kAtomic;
-  if (flags & FI_WRITE) return kWrite;
-  return flags & FI_READ ? kRead : What{};
-}
-
 // Writes down where a buffer is not as it was when it was posted. Of a RECV, only what is
 // behind its message has to be.
 void CheckChange(const Op& op, uint16_t ep, size_t length, uint64_t time) {
@@ -389,7 +351,8 @@ void CheckChange(const Op& op, uint16_t ep, size_t length, uint64_t time) {
     Log(time, kChanged, op.what, ep, op.id,
         {uint64_t(was - op.copy.begin()), uint8_t(*was), uint8_t(*is), 1});
   } else if (op.copy.empty() && (op.what == kSend || op.what == kWrite) &&
-             !op.device && op.size > 0 && Sum(op.data, op.size) != op.sum) {
+             !op.device && op.size > 0 &&
+             XXH3_64bits(op.data, op.size) != op.sum) {
     Log(time, kChanged, op.what, ep, op.id, {});
   }
 }
@@ -404,28 +367,16 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
     return;
   }
   Flight::node_type node;
-  uint16_t ep;
   {
     Lock lock;
-    auto [begin, end] = g_flight.equal_range(uintptr_t(context));
-    auto found = end;
-    What what = WhatOf(flags);
-    // Of equal contexts, the one that was posted first.
-    for (auto it = begin; it != end; ++it) {
-      const Endpoint& from = *it->second.ep;
-      if ((it->second.what == kRecv ? from.cq : from.sent_cq) != queue.id)
-        continue;
-      if (what != What{} && it->second.what != what && !error) continue;
-      if (found == end || it->second.id < found->second.id) found = it;
-    }
-    if (found == end) return Log(time, kUnseen, what, queue.id, 0, {});
-    ep = found->second.ep->id;
-    node = Land(found);
+    node = g_flight.extract(uintptr_t(context));
+    if (!node) return Log(time, kUnseen, 0, queue.id, 0, {});
   }
   const Op& op = node.mapped();
+  uint16_t ep = op.ep->id;
   uint64_t sum = 0;
   bool got = op.what == kRecv && !error && !op.device && op.size > 0;
-  if (got) sum = Sum(op.data, std::min(size, op.size));
+  if (got) sum = XXH3_64bits(op.data, std::min(size, op.size));
   bool word = op.what == kAtomic || (op.what == kRead && op.size == 8);
   if (word && !error && !op.device) memcpy(&sum, op.data, 8);
   if (!error) CheckChange(op, ep, size, time);
@@ -437,29 +388,15 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
 
 // ---- The functions of a completion queue ----
 
-// Looks at what libfabric has put into the program's buffer.
-ssize_t Entries(struct fid_cq* cq, const void* buffer, ssize_t count) {
-  const Queue& queue = g_queues.at(&cq->fid);
-  for (ssize_t i = 0; i < count && g_inside == 1; ++i) {
-    struct fi_cq_data_entry entry = {};
-    memcpy(&entry, static_cast<const char*>(buffer) + size_t(i) * queue.entry,
-           std::min(queue.entry, sizeof(entry)));
-    Completed(queue, entry.op_context, entry.flags, entry.len, entry.data);
-  }
-  return count;
-}
-
 ssize_t CqRead(struct fid_cq* cq, void* buffer, size_t count) {
   Inside inside;
-  return Entries(cq, buffer,
-                 g_queues.at(&cq->fid).real->read(cq, buffer, count));
-}
-ssize_t CqSread(struct fid_cq* cq, void* buffer, size_t count,
-                const void* until, int ms) {
-  Inside inside;
-  return Entries(
-      cq, buffer,
-      g_queues.at(&cq->fid).real->sread(cq, buffer, count, until, ms));
+  const Queue& queue = g_queues.at(&cq->fid);
+  ssize_t ret = queue.real->read(cq, buffer, count);
+  for (ssize_t i = 0; i < ret && g_inside == 1; ++i) {
+    const auto& entry = static_cast<const struct fi_cq_data_entry*>(buffer)[i];
+    Completed(queue, entry.op_context, entry.flags, entry.len, entry.data);
+  }
+  return ret;
 }
 ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
                   uint64_t flags) {
@@ -476,6 +413,12 @@ ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
 // ---- The functions of an endpoint ----
 
 using Ep = struct fid_ep*;
+
+uint64_t Word(const void* data) {
+  uint64_t word;
+  memcpy(&word, data, sizeof(word));
+  return word;
+}
 
 ssize_t Recv(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
              void* context) {
@@ -523,52 +466,40 @@ ssize_t Read(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
               });
 }
 
-// Whether an atomic operation is about one integer of 64 bits.
-bool IsWord(enum fi_datatype type, size_t count) {
-  return count == 1 && (type == FI_UINT64 || type == FI_INT64);
-}
-
-// What is known of an atomic operation, and what it brings.
-Remote AtomicOf(uint64_t addr, uint64_t key, uint64_t what, const void* operand,
-                const void* expected = nullptr) {
-  Remote remote = {.addr = addr, .key = key, .atomic = what};
-  if (operand && (what & 0xff) != FI_ATOMIC_READ)
-    memcpy(&remote.data, operand, sizeof(remote.data));
-  if (expected) memcpy(&remote.expected, expected, sizeof(remote.expected));
-  return remote;
-}
-
-// Its buffer is that of its result.
+// Its buffer is that of its result. All are about one integer of 64 bits.
 ssize_t Fetch(Ep ep, const void* data, size_t count, void* desc, void* result,
               void* rdesc, fi_addr_t peer, uint64_t addr, uint64_t key,
               enum fi_datatype type, enum fi_op what, void* context) {
-  auto call = [&](Endpoint& e) {
-    return e.atomic->readwrite(ep, data, count, desc, result, rdesc, peer, addr,
-                               key, type, what, context);
-  };
-  if (!IsWord(type, count)) return call(g_endpoints.at(&ep->fid));
+  Remote remote = {
+      .addr = addr, .key = key, .data = Word(data), .atomic = what};
   return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
-              AtomicOf(addr, key, what | kFetches, data), call);
+              remote, [&](Endpoint& e) {
+                return e.atomic->readwrite(ep, data, count, desc, result, rdesc,
+                                           peer, addr, key, type, what,
+                                           context);
+              });
 }
 ssize_t Compare(Ep ep, const void* data, size_t count, void* desc,
                 const void* expected, void* edesc, void* result, void* rdesc,
                 fi_addr_t peer, uint64_t addr, uint64_t key,
                 enum fi_datatype type, enum fi_op what, void* context) {
-  auto call = [&](Endpoint& e) {
-    return e.atomic->compwrite(ep, data, count, desc, expected, edesc, result,
-                               rdesc, peer, addr, key, type, what, context);
-  };
-  if (!IsWord(type, count)) return call(g_endpoints.at(&ep->fid));
+  Remote remote = {.addr = addr,
+                   .key = key,
+                   .data = Word(data),
+                   .atomic = what,
+                   .expected = Word(expected)};
   return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
-              AtomicOf(addr, key, what | kFetches, data, expected), call);
+              remote, [&](Endpoint& e) {
+                return e.atomic->compwrite(ep, data, count, desc, expected,
+                                           edesc, result, rdesc, peer, addr,
+                                           key, type, what, context);
+              });
 }
 
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
   Endpoint& endpoint = g_endpoints.at(fid);
-  if (auto cq = g_queues.find(other); cq != g_queues.end()) {
-    if (flags & FI_RECV) endpoint.cq = cq->second.id;
-    if (flags & FI_TRANSMIT) endpoint.sent_cq = cq->second.id;
-  }
+  if (auto cq = g_queues.find(other); cq != g_queues.end())
+    endpoint.cq = cq->second.id;
   if (auto av = g_avs.find(other); av != g_avs.end())
     endpoint.av = av->second.id;
   return endpoint.real->bind(fid, other, flags);
@@ -611,12 +542,8 @@ int EndpointClose(struct fid* fid) {
   int ret = endpoint.real->close(fid);
   if (ret != 0) return ret;
   Lock lock;
-  auto open = std::erase_if(g_flight, [&](const auto& item) {
-    const Op& op = item.second;
-    if (op.ep != &endpoint) return false;
-    g_buffers.erase(uintptr_t(op.data));
-    return true;
-  });
+  auto open = std::erase_if(
+      g_flight, [&](const auto& item) { return item.second.ep == &endpoint; });
   Log(Now(), kEndpointClosed, 0, endpoint.id, 0, {uint64_t(open)});
   // Whoever reads the queue now gets nothing of it, and its address may soon be another's.
   g_endpoints.erase(fid);
@@ -651,7 +578,7 @@ int Registered(struct fid_mr** mr, const void* data, size_t size,
   auto* at = static_cast<char*>(const_cast<void*>(data));
   struct fid* fid = &(*mr)->fid;
   uint32_t id = ++g_region_count;
-  g_regions[fid] = {id, at, size, access, device, Replace(fid->ops)};
+  g_regions[fid] = {id, at, size, device, Replace(fid->ops)};
   fid->ops->close = RegionClose;
   Widen(uintptr_t(at), uintptr_t(at) + size);
   Log(Now(), kRegion, 0, 0, id,
@@ -684,8 +611,7 @@ bool IsWatched(uintptr_t at, size_t size) {
 // of an operation that is.
 void Freed(const void* data, size_t size) {
   auto at = uintptr_t(data);
-  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0 || g_busy)
-    return;
+  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0) return;
   Lock lock;
   for (auto& [fid, region] : g_regions) {
     if (region.device || uintptr_t(region.data) + region.size <= at ||
@@ -694,13 +620,12 @@ void Freed(const void* data, size_t size) {
     }
     Log(Now(), kFreed, 0, 0, region.id, {});
   }
-  for (auto op = g_flight.lower_bound(at);
-       op != g_flight.end() && op->first < at + size; ++op) {
-    Log(Now(), kFlying, op->second.what, op->second.ep->id, op->second.id, {2});
-  }
-  for (auto op = g_buffers.lower_bound(at);
-       op != g_buffers.end() && op->first < at + size; ++op) {
-    Log(Now(), kFlying, 0, 0, op->second, {1});
+  for (auto& [context, op] : g_flight) {
+    bool record = at <= context && context < at + size;
+    bool buffer = op.size > 0 && at <= uintptr_t(op.data) &&
+                  uintptr_t(op.data) < at + size;
+    if (record || buffer)
+      Log(Now(), kFlying, op.what, op.ep->id, op.id, {record ? 2u : 1u});
   }
 }
 
@@ -720,20 +645,12 @@ VISIBLE int munmap(void* data, size_t size) {
 template <typename Call>
 ssize_t File(const void* data, size_t size, uint8_t into, Call call) {
   auto at = uintptr_t(data);
-  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0 || g_busy)
+  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0)
     return call();
-  bool registered;
-  uint32_t flying = 0;
-  {
-    Lock lock;
-    registered = RegionOf(at) != nullptr;
-    if (auto op = g_buffers.find(at); op != g_buffers.end())
-      flying = op->second;
-  }
-  if (!registered) return call();
   uint64_t time = Now();
   ssize_t ret = call();
-  Log(time, kTouch, into, 0, flying, {at, size, Now()});
+  Lock lock;
+  if (RegionOf(at)) Log(time, kTouch, into, 0, 0, {at, size, Now()});
   return ret;
 }
 VISIBLE ssize_t pread(int fd, void* data, size_t size, off_t at) {
@@ -789,13 +706,10 @@ int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
   Inside inside;
   int ret = g_domains.at(&domain->fid).real->cq_open(domain, attr, cq, context);
   if (ret != 0 || g_inside > 1) return ret;
-  size_t sizes[] = {8, 8, sizeof(struct fi_cq_msg_entry),
-                    sizeof(struct fi_cq_data_entry),
-                    sizeof(struct fi_cq_tagged_entry)};
-  g_queues[&(*cq)->fid] = {++g_objects, sizes[attr->format],
-                           Replace((*cq)->ops)};
+  if (attr->format != FI_CQ_FORMAT_DATA)
+    Die("a queue without FI_CQ_FORMAT_DATA");
+  g_queues[&(*cq)->fid] = {++g_objects, Replace((*cq)->ops)};
   (*cq)->ops->read = CqRead;
-  (*cq)->ops->sread = CqSread;
   (*cq)->ops->readerr = CqReadErr;
   return 0;
 }

@@ -177,8 +177,8 @@ def shortened(lines):
 
 class Axis:
     """Where a time is: to scale, but what is too close is drawn apart, and waiting is cut."""
-    def __init__(self, times, begin, end):
-        self.times = sorted({begin, end, *(t for t in times if t and begin <= t <= end)})
+    def __init__(self, times):
+        self.times = sorted({*times})
         gaps = [b - a for a, b in zip(self.times, self.times[1:])] or [1]
         low, high = min(9.0, 0.6 * PLOT / len(gaps)), max(46.0, 1.6 * PLOT / len(gaps))
         if len(gaps) >= 150:  # to scale, but for the pauses
@@ -218,9 +218,9 @@ class Axis:
 
 class Lane:
     """A buffer, a place in a region, or many of these: who owned it when."""
-    def __init__(self, p, name, begin, end, note="", region=None, thin=False):
+    def __init__(self, p, name, end, note="", region=None, thin=False):
         self.p, self.name, self.note, self.region, self.thin = p, name, note, region, thin
-        self.begin, self.end, self.y = begin, end, 0
+        self.end, self.y = end, 0
         self.height = THIN if thin else LANE
         self.pieces = []     # (from, to, owner, words)
         self.ops, self.there = [], []  # of this process here, of others here
@@ -254,7 +254,7 @@ def recv_lanes(run, p, ep):
     end, note = ep.t1 or p.end, f"endpoint {ep.number}"
     begin = min(op.t0 for ops in recvs.values() for op in ops)
     if len(used) > 3:
-        lane = Lane(p, plural(len(recvs), "RECV"), begin, end, note)
+        lane = Lane(p, plural(len(recvs), "RECV"), end, note)
         lane.add(begin, end, "flight", f"{len(recvs)} RECVs in flight")
         lane.ops = [op for ops in recvs.values() for op in ops]
         for op, after in ((op, after) for ops in used.values()
@@ -265,8 +265,7 @@ def recv_lanes(run, p, ep):
              for ops in used.values()]
     rest = len(recvs) - len(used)
     if rest:
-        lane = Lane(p, f"{rest} {'more ' if used else ''}RECV{'s' * (rest > 1)}", begin, end, note,
-                    thin=True)
+        lane = Lane(p, f"{rest} {'more ' if used else ''}RECV{'s' * (rest > 1)}", end, thin=True)
         lane.add(begin, end, "flight", "no message comes")
         lanes.append(lane)
     return lanes
@@ -286,7 +285,7 @@ def message_lane(run, p, name, note, ops):
     note = note or (f"region {region.id}" if region else "")
     begin = region.t0 if region and region.t0 <= ops[0].t0 else ops[0].t0
     end = region.t1 if region and region.t1 else p.end
-    lane = Lane(p, name, begin, end, note, region)
+    lane = Lane(p, name, end, note, region)
     lane.ops = sorted(ops, key=lambda op: op.t0)
     lane.add(begin, lane.ops[0].t0, "mine", "mine")
     for op, after in zip(lane.ops, [*lane.ops[1:], None]):
@@ -302,8 +301,6 @@ def region_lanes(run, p, region):
     """One for each place that was READ or written. Of many, those with something wrong, and
     the first ones; one lane for the others."""
     local = [op for op in region.ops if op.what >= WRITE]
-    if not (local or region.remote or region.access & REMOTE):
-        return []
     places = sorted({(op.addr - region.addr, op.size) for op in local} |
                     {(op.offset, op.size) for op in region.remote})
     merged = []
@@ -321,20 +318,12 @@ def region_lanes(run, p, region):
     kept = sorted(sorted(range(len(merged)), key=lambda i: i not in wrong)[:MOST_LANES])
     lanes = [place_lane(run, p, region, *merged[i], local) for i in kept]
     if len(kept) < len(merged):
-        lane = Lane(p, f"{len(merged) - len(kept)} more places", region.t0, region.t1 or p.end,
-                    region=region, thin=True)
+        lane = Lane(p, f"{len(merged) - len(kept)} more places", region.t1 or p.end, thin=True)
         lane.shared = True
         lane.ops = [op for op in local if number(op.addr - region.addr) not in kept]
         lane.there = [op for op in region.remote if number(op.offset) not in kept]
         for op in lane.ops + lane.there:
             lane.add(op.t0, op.end, "flight", op.name())
-        lanes.append(lane)
-    free = region.size - sum(length for _, length in merged)
-    if free > 0 and region.access & REMOTE:
-        end, begin = region.t1 or p.end, lent_at(region)
-        lane = Lane(p, f"{size(free)} more", region.t0, end, "", region, thin=True)
-        lane.add(region.t0, begin, "mine", "")
-        lane.add(begin, end, "lent", "nothing comes")
         lanes.append(lane)
     return lanes
 
@@ -349,14 +338,12 @@ def lent_at(region):
 
 
 def lent_again(run, p, op, back, touches):
-    """When a place was lent again, for this operation: with the last message that its peer
-    had got by then or, if the program has touched the place, with the first one after."""
-    done = max((t.t1 for t in touches if back <= t.t0 < op.t0), default=None)
+    """When a place was lent again, for this operation: with the first message to its peer
+    after the place was the owner's again, and after the program has touched it."""
+    done = max((t.t1 for t in touches if back <= t.t0 < op.t0), default=back)
     sent = run.between.get((p, op.p), [])
-    fit = [e.t0 for e in sent[bisect.bisect_left(sent, back, key=lambda e: e.t0):]
-           if e.t1 <= op.t0]
-    after = [t for t in fit if done is None or t >= done]
-    return min(after) if done and after else max(fit, default=back)
+    at = bisect.bisect_left(sent, done, key=lambda e: e.t0)
+    return sent[at].t0 if at < len(sent) and sent[at].t1 <= op.t0 else back
 
 
 def place_lane(run, p, region, at, length, local):
@@ -365,7 +352,7 @@ def place_lane(run, p, region, at, length, local):
         f"{size(length)} at {at}"
     where = f"region {region.id} + {size(at) if at else 0}"
     end = region.t1 or p.end
-    lane = Lane(p, name, region.t0, end, where, region)
+    lane = Lane(p, name, end, where, region)
 
     def overlaps(begin, count):
         return begin < at + length and at < begin + count
@@ -477,14 +464,13 @@ def lane_words(lane, axis):
         return
     covered = [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
     for t0, t1, owner, content in lane.pieces:
-        x, width = axis(t0), axis(t1) - axis(t0)
+        x = axis(t0)  # up to a mark, if there is one
+        width = min([axis(t1), *(axis(t) - 8 for t in lane.marks if t0 < t < t1)]) - x
         if owner == "one" or owner == "mine" and any(a < t1 and t0 < b for a, b in covered):
             continue
-        timed = [f"{content}, {span(t1 - t0)}"] if owner == "flight" and content[:4] != "RECV" \
-            else []
-        short = content.split(" is ")[-1] if owner == "mine" else \
-            content.split(":")[0].split(",")[0]
-        for shown in (*timed, content, short, short.split(" ")[-1]):
+        timed = f"{content}, {span(t1 - t0)}" if owner == "flight" and content[:4] != "RECV" else ""
+        short = content.split(" is ")[-1].split(":")[0].split(",")[0]
+        for shown in (timed, content, short, short.split(" ")[-1]):
             if shown and fits(shown, width):
                 yield text(x + width / 2, lane.y + lane.height / 2 + 5, shown,
                            "small middle" + (" ink" if owner == "touch" else ""))
@@ -575,48 +561,28 @@ def axis_lines(axis, y):
         if middle - wide(content) / 2 > free:
             yield text(middle, y + 22, content, "small middle")
             free = middle + wide(content) / 2 + 6
-    unit = next((u for u in (10 ** k * m for k in range(1, 11) for m in (1, 2, 5))
-                 if u * axis.scale >= 40), 10 ** 9)
-    if unit * axis.scale < LABEL - 20:
-        yield ('<path class="call" style="marker-end: none; stroke-width: 1.5" '
-               f'd="M12,{y - 4}v8m0,-4h{unit * axis.scale:.1f}m0,-4v8"/>')
-        yield text(12, y + 22, span(unit), "small")
 
 
-def times_of(ps):
-    for p in ps:
-        for n in p.notices:
-            yield n.t
-        for op in p.ops.values():
-            yield op.t0
-            yield op.t1
-            yield op.match.t1 if op.match else None
-        for t in p.touches:
-            yield t.t0
-            yield t.t1
-        for r in p.regions:
-            yield r.t0 if r.access & REMOTE else None
-        for ep in p.eps.values():
-            yield ep.t1
-
-
-def drawn(run):
-    """The processes that there is room for: servers above clients and peers."""
-    servers = [p for p in run.ps if p.role == "server"]
-    clients = [p for p in run.ps if p.role != "server"]
-    wrong = {w.p for w in run.wrongs}
-    clients.sort(key=lambda p: p not in wrong)  # those of which there is something to see
-    ps = (servers[:2] + clients)[:MOST_PROCESSES]
-    return ps, len(run.ps) - len(ps)
+def times_of(p):
+    return [t for t in (
+        *(n.t for n in p.notices),
+        *(t for op in p.ops.values() for t in (op.t0, op.t1, op.match.t1 if op.match else None)),
+        *(t for touch in p.touches for t in (touch.t0, touch.t1)),
+        *(r.t0 for r in p.regions if r.access & REMOTE),
+        *(ep.t1 for ep in p.eps.values())) if t]
 
 
 def draw(run, title):
     run.between = {}  # the messages and numbers from one process to another, in their order
     for e in sorted(run.edges, key=lambda e: e.t0):
         run.between.setdefault((e.a, e.b), []).append(e)
-    ps, others = drawn(run)
-    times = [t for t in times_of(ps) if t]
-    axis = Axis(times, min(times, default=run.t0), max(times, default=run.end))
+    # Servers above clients and peers, of which those with something wrong come first.
+    ps = [p for p in run.ps if p.role == "server"][:2]
+    ps += sorted((p for p in run.ps if p.role != "server"),
+                 key=lambda p: p not in {w.p for w in run.wrongs})
+    ps, others = ps[:MOST_PROCESSES], len(run.ps) - len(ps[:MOST_PROCESSES])
+    times = [t for p in ps for t in times_of(p)]
+    axis = Axis(times or [run.t0, run.end])
     y, lines, lanes, heads, gaps = 74, [], [], [], []
     for number, p in enumerate(ps):
         own, shared = lanes_of(run, p)
@@ -692,31 +658,18 @@ height="{height:.0f}" role="img">
 
 
 def page(picture, lines, found, title):
-    def line(content):
-        kind = ' class="wrong"' if "WRONG: " in content else \
-            ' class="look"' if "look: " in content else ""
-        return f"<span{kind}>{html.escape(content)}</span>"
-
-    def list_(all_lines):
-        return "\n".join(map(line, all_lines))
+    lines, found = (html.escape("\n".join(all_lines)) for all_lines in (lines, found))
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 :root {{ color-scheme: light dark }}
-body {{ margin: 1em; font: 15px/1.4 Helvetica, Arial, "Liberation Sans", sans-serif }}
-.wide {{ overflow-x: auto }}
-.wide svg {{ max-width: 100%; min-width: 1000px; height: auto }}
-.wrong {{ color: #cf222e; font-weight: bold }} .look {{ color: #8a5a00 }}
-@media (prefers-color-scheme: dark) {{
-  body {{ background: #0d1117; color: #e6edf3 }}
-  .wrong {{ color: #ff7b72 }} .look {{ color: #d29922 }} }}
-pre {{ overflow-x: auto; font-size: 13px }} .found {{ white-space: pre-wrap }}
+svg {{ max-width: 100%; min-width: 1000px; height: auto }}
+pre {{ white-space: pre-wrap }}
 </style>
-<div class="wide">
-{picture}</div>
-<pre class="found">{list_(found)}</pre>
-<pre>{list_(lines)}</pre>
+{picture}
+<pre>{found}</pre>
+<pre>{lines}</pre>
 </html>
 """
 
@@ -727,7 +680,7 @@ def write(run, folder):
     lines, picture = trace(run), draw(run, title)
     shown = shortened(lines) if len(lines) > 2000 else lines
     for name, content in (("picture.svg", picture), ("trace.txt", "\n".join(lines) + "\n"),
-                          ("page.html", page(picture, shown, list(summary(run)), title))):
+                          ("page.html", page(picture, shown, summary(run), title))):
         with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
             file.write(content)
     return lines

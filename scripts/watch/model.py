@@ -430,7 +430,6 @@ RULES = {
     "words": ("A word that atomic operations change is changed by nothing else", "10"),
     "region": ("A region, and its memory, outlive all that is in flight to or from them", "4"),
     "captured": ("What an operation's callback captures is in flight as well", "4"),
-    "end": ("What has not completed when its endpoint is closed may have happened, or not", "4"),
     "room": ("A message needs a RECV that waits for it, and is large enough", "4"),
     "failed": ("A failed operation has an owner who is told", "4"),
 }
@@ -520,11 +519,6 @@ class Finder:
             if op.error and op.errno != TRUNCATED and op.ep.t1 != op.t1:
                 self.wrong(p, op.t1, "failed", f"{label(self.run, op)} has failed: {op.error}",
                            op, sure=False, key=(op.what, op.error))
-        for ep in p.eps.values():
-            cut = [op for op in p.ops.values() if op.ep is ep and op.what != RECV and not op.t1]
-            if cut and ep.t1:
-                self.wrong(p, ep.t1, "end", f"{plural(len(cut), NAMES[cut[0].what])} had not "
-                           f"completed when endpoint {ep.number} was closed", cut[0], sure=False, key="cut")
 
     def numbers(self, region):
         """A number that was posted while other WRITEs to the same memory were in flight."""
@@ -540,18 +534,12 @@ class Finder:
                 continue
             if not heap:
                 continue
-            under_way = [item[2] for item in heap]
-            if op.what == ATOMIC:
-                self.wrong(op.p, op.t0, "number", f"an atomic operation was posted while "
-                           f"{plural(len(heap), 'WRITE')} to the same memory "
-                           f"{'were' if len(heap) > 1 else 'was'} in flight: who reads its word "
-                           "must not conclude that these are there", op, sure=False, key="word")
-                continue
-            self.wrong(region.p, op.notice or op.end, "number",
-                       f"number {op.imm} was posted while {plural(len(heap), 'WRITE')} to the "
-                       f"same memory {'were' if len(heap) > 1 else 'was'} in flight, and says "
-                       f"nothing about {'these' if len(heap) > 1 else 'it'}",
-                       region=region, ops=under_way, key="number")
+            were, these = ("were", "these") if len(heap) > 1 else ("was", "it")
+            what = op.name() if op.imm is None else f"number {op.imm}"
+            self.wrong(op.p if op.imm is None else region.p, op.notice or op.t0, "number",
+                       f"{what} was posted while {plural(len(heap), 'WRITE')} to the same memory "
+                       f"{were} in flight, and says nothing about {these}", region=region,
+                       ops=[item[2] for item in heap], sure=op.imm is not None, key=op.what)
 
     def conflicts(self, region):
         """Operations of the same bytes without an order, one of which changes them."""
@@ -580,25 +568,18 @@ class Finder:
             there[:] = [*over.values(), *[o for o in there if not o.t1 or o.t1 > op.t0][-8:], op]
 
     def conflict(self, region, old, op):
-        kinds = {old.what, op.what}
-        where = f"{size(op.size)} at {size(op.offset)} of region {region.id} of {region.p.name}"
-        if kinds == {ATOMIC, WRITE}:
-            self.wrong(op.p, op.t0, "words", f"{label(self.run, op)} and {label(self.run, old)}"
-                       f"{of(old, op)} change {where}, and neither is known to come first",
-                       op, region, ops=(old,), key="words")
-        elif kinds == {WRITE}:
-            self.wrong(op.p, op.t0, "writers", f"{label(self.run, op)} goes where "
-                       f"{label(self.run, old)}{of(old, op)} goes, {where}, "
-                       f"{still(old, op)}", op, region, ops=(old,), key="writers",
-                       sure=bool(old.sum or op.sum))  # in a GPU, the bytes may be the same
-        else:  # a READ and a WRITE
-            reader, writer = (op, old) if op.what == READ else (old, op)
-            mine = old.p is op.p
-            self.wrong(op.p, op.t0, "lent", f"{label(self.run, reader)}{of(reader, op)} takes "
-                       f"what {label(self.run, writer)}{of(writer, op)} changes, {where}, "
-                       f"{still(old, op)}" + ("" if mine else ": fine only if what was READ is "
-                                              "checked afterwards"),
-                       op, region, ops=(old,), sure=mine, key="read")
+        kinds, mine = {old.what, op.what}, old.p is op.p
+        read = READ in kinds
+        state = "which had completed, but nobody had said so" if old.t1 and old.t1 <= op.t0 else \
+            "which had not completed yet"
+        self.wrong(op.p, op.t0, "words" if ATOMIC in kinds else "lent" if read else "writers",
+                   f"{label(self.run, op)} goes where {label(self.run, old)}"
+                   f"{'' if mine else ' of ' + old.p.name} goes, {size(op.size)} at "
+                   f"{size(op.offset)} of region {region.id} of {region.p.name}, {state}"
+                   + ": fine only if what was READ is checked afterwards" * (read and not mine),
+                   # In a GPU, the bytes of two WRITEs may be the same.
+                   op, region, ops=(old,), sure=mine if read else bool(old.sum or op.sum),
+                   key="conflict")
 
     def touched(self, region):
         """Has the owner touched a place while a WRITE to it, or a READ of it, could come?"""
@@ -687,16 +668,6 @@ def label(run, op):
     if op.what == SEND:
         return f"the SEND of {words(run, op)}"
     return f"a RECV of {size(op.size)}" if op.what == RECV else op.name()
-
-
-def of(op, other):
-    return f" of {op.p.name}" if op.p is not other.p else ""
-
-
-def still(old, op):
-    if old.t1 and old.t1 <= op.t0:
-        return "which had completed, but nobody had said so"
-    return "which had not completed yet"
 
 
 def how(touch):

@@ -42,6 +42,7 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -96,10 +97,8 @@ Record* g_records = nullptr;
 size_t g_capacity = 0;
 std::atomic<size_t> g_next = 0;
 int g_file = -1;
-pid_t g_process = 0;
 
-// Of a longer text, the rest is not shown. A longer buffer is not copied, but summed up; of a
-// RECV, whose beginning a message may fill, the beginning is copied.
+// Of a longer text, the rest is not shown; of a longer buffer, there is only a sum.
 constexpr size_t kShown = 320, kCopied = 4096;
 
 uint64_t Now() {
@@ -131,7 +130,7 @@ void Log(uint64_t time, Kind kind, uint8_t what, uint16_t object, uint32_t id,
 
 // Writes the last record, with the status that the program ends with.
 void CloseFile(int status, void*) {
-  if (g_records == nullptr || getpid() != g_process) return;
+  if (g_records == nullptr) return;
   size_t next = g_next;
   // There is room for one more: see OpenFile.
   g_records[std::min(next, g_capacity)] = {
@@ -148,8 +147,7 @@ void OpenFile() {
   if (folder == nullptr || g_records != nullptr) return;
   std::string path =
       std::string(folder) + "/" + std::to_string(getpid()) + ".watch";
-  size_t bytes = static_cast<size_t>(std::max(Setting("WATCH_MB", 256), 1L))
-                 << 20;
+  size_t bytes = size_t(Setting("WATCH_MB", 256)) << 20;
   mkdir(folder, 0777);  // unless it is there
   g_file = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   void* map = MAP_FAILED;
@@ -161,15 +159,13 @@ void OpenFile() {
             strerror(errno));
     return;
   }
-  g_process = getpid();
   g_capacity = bytes / sizeof(Record) - 1;
   g_records = static_cast<Record*>(map);
   char arguments[1000] = {};
   int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
-  ssize_t size = fd < 0 ? 0 : read(fd, arguments, sizeof(arguments));
-  if (fd >= 0) close(fd);
-  Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {}, arguments,
-      size_t(std::max<ssize_t>(size, 0)));
+  ssize_t size = read(fd, arguments, sizeof(arguments));
+  close(fd);
+  Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {}, arguments, size_t(size));
   on_exit(CloseFile, nullptr);
 }
 
@@ -182,8 +178,8 @@ struct Region {
   bool device;  // memory that a processor can't read
   struct fi_ops* real;
 
-  bool Has(uintptr_t at) const {
-    return uintptr_t(data) <= at && at < uintptr_t(data) + size;
+  bool Has(uintptr_t at, size_t bytes = 1) const {
+    return uintptr_t(data) < at + bytes && at < uintptr_t(data) + size;
   }
 };
 
@@ -219,21 +215,20 @@ struct AddressVector {
   struct fi_ops_av* real;
 };
 
-using Flight = std::map<uintptr_t, Op>;  // by their contexts
+struct Domain {
+  bool text;  // whether addresses are
+  struct fi_ops_domain* real;
+  struct fi_ops_mr* mr;
+};
 
 std::mutex g_mutex;
 std::unordered_map<struct fid*, Endpoint> g_endpoints;
 std::unordered_map<struct fid*, Queue> g_queues;
 std::unordered_map<struct fid*, AddressVector> g_avs;
 std::unordered_map<struct fid*, struct fi_ops_fabric*> g_fabrics;
-struct Domain {
-  bool text;  // whether addresses are
-  struct fi_ops_domain* real;
-  struct fi_ops_mr* mr;
-};
 std::unordered_map<struct fid*, Domain> g_domains;
 std::map<struct fid*, Region> g_regions;  // those that are open
-Flight g_flight;
+std::map<uintptr_t, Op> g_flight;         // by their contexts
 std::atomic<uintptr_t> g_lowest = UINTPTR_MAX,
                        g_highest = 0;  // of regions and contexts
 uint32_t g_ops = 0, g_region_count = 0;
@@ -271,41 +266,29 @@ struct Remote {
   uint64_t addr = 0, key = 0;
   uint64_t data = 0;  // immediate data, or the operand of an atomic operation
   bool has_imm = false;
-  uint64_t atomic = 0;  // which one: enum fi_op, and a bit
+  uint64_t atomic = 0;  // which one: enum fi_op
   uint64_t expected = 0;
+  bool injected = false;
 };
+using Ep = struct fid_ep*;
 
 Op MakeOp(What what, const void* data, size_t size) {
   return {0, what, nullptr, static_cast<char*>(const_cast<void*>(data)), size};
 }
 
-// Keeps an operation that is in flight.
-void Fly(Op op, void* context) {
-  if (context) Widen(uintptr_t(context), uintptr_t(context) + 1);
-  if (op.size > 0) Widen(uintptr_t(op.data), uintptr_t(op.data) + 1);
-  g_flight.insert_or_assign(uintptr_t(context), std::move(op));
-}
-
-// Notes what a buffer is like. A message is always summed up: so model.py finds the RECV
-// that takes it.
-void Remember(Op& op) {
-  if (op.what == kRecv || (op.size <= kCopied && op.what != kRead))
-    op.copy.assign(op.data, op.data + std::min(op.size, kCopied));
-  if (op.what == kSend || op.what == kWrite)
-    op.sum = XXH3_64bits(op.data, op.size);
-}
-
 // Posts an operation, and writes it down. One that is injected has no completion, and its
 // buffer is the program's again at once.
-template <typename Call>
-ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
-             Remote remote, Call call, bool injected = false) {
+template <typename Table, typename... Types>
+ssize_t Post(Op op, fi_addr_t peer, void* context, Remote remote,
+             Table* Endpoint::*table, ssize_t (*Table::*function)(Ep, Types...),
+             Ep ep, std::type_identity_t<Types>... arguments) {
   Endpoint* endpoint = &g_endpoints.at(&ep->fid);
+  auto* real = (endpoint->*table)->*function;
   if (g_inside > 0)
-    return call(*endpoint);  // one function of libfabric calls another
+    return real(ep, arguments...);  // one function of libfabric calls another
   Inside inside;
   uint64_t time = Now();
-  ssize_t ret = call(*endpoint);
+  ssize_t ret = real(ep, arguments...);
   if (ret == -FI_EAGAIN) {
     if (!std::exchange(endpoint->refused, true))
       Log(time, kNoRoom, op.what, endpoint->id, 0, {});
@@ -321,10 +304,16 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
   }
   // What is behind a message was libfabric's until it had taken the buffer, so not before.
   bool readable = !op.device && op.size > 0 && op.what != kAtomic;
-  if (readable) Remember(op);
+  // The bytes of what is short or, of a RECV, of the beginning that a message may fill; and
+  // the sum of what may be long. That of a message leads model.py to the RECV that takes it.
+  if (readable &&
+      (op.what == kRecv || (op.size <= kCopied && op.what != kRead)))
+    op.copy.assign(op.data, op.data + std::min(op.size, kCopied));
+  if (readable && (op.what == kSend || op.what == kWrite))
+    op.sum = XXH3_64bits(op.data, op.size);
   if (op.what == kAtomic) op.sum = remote.expected;
   uint8_t bits = uint8_t(op.what | (remote.has_imm ? kHasImm : 0) |
-                         (injected ? kInjected : 0));
+                         (remote.injected ? kInjected : 0));
   Log(time, kPost, bits, endpoint->id, op.id,
       {uint64_t(op.data), op.size, peer, remote.addr, remote.key, remote.data,
        op.sum, remote.atomic},
@@ -334,9 +323,11 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
     const char* error = fi_strerror(int(-ret));
     Log(Now(), kComplete, op.what, endpoint->id, op.id, {0, 0, uint64_t(-ret)},
         error, strlen(error));
-  } else if (!injected) {
+  } else if (!remote.injected) {
     Lock lock;
-    Fly(std::move(op), context);
+    if (context) Widen(uintptr_t(context), uintptr_t(context) + 1);
+    if (op.size > 0) Widen(uintptr_t(op.data), uintptr_t(op.data) + 1);
+    g_flight.insert_or_assign(uintptr_t(context), std::move(op));
   }
   return ret;
 }
@@ -366,12 +357,11 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
     Log(time, kNotice, 0, queue.id, 0, {data, size});
     return;
   }
-  Flight::node_type node;
-  {
+  auto node = [&] {
     Lock lock;
-    node = g_flight.extract(uintptr_t(context));
-    if (!node) return Log(time, kUnseen, 0, queue.id, 0, {});
-  }
+    return g_flight.extract(uintptr_t(context));
+  }();
+  if (!node) return Log(time, kUnseen, 0, queue.id, 0, {});
   const Op& op = node.mapped();
   uint16_t ep = op.ep->id;
   uint64_t sum = 0;
@@ -412,8 +402,6 @@ ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
 
 // ---- The functions of an endpoint ----
 
-using Ep = struct fid_ep*;
-
 uint64_t Word(const void* data) {
   uint64_t word;
   memcpy(&word, data, sizeof(word));
@@ -422,78 +410,57 @@ uint64_t Word(const void* data) {
 
 ssize_t Recv(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
              void* context) {
-  return Post(ep, MakeOp(kRecv, data, size), peer, context, {},
-              [&](Endpoint& e) {
-                return e.msg->recv(ep, data, size, desc, peer, context);
-              });
+  return Post(MakeOp(kRecv, data, size), peer, context, {}, &Endpoint::msg,
+              &fi_ops_msg::recv, ep, data, size, desc, peer, context);
 }
 ssize_t Send(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
              void* context) {
-  return Post(ep, MakeOp(kSend, data, size), peer, context, {},
-              [&](Endpoint& e) {
-                return e.msg->send(ep, data, size, desc, peer, context);
-              });
+  return Post(MakeOp(kSend, data, size), peer, context, {}, &Endpoint::msg,
+              &fi_ops_msg::send, ep, data, size, desc, peer, context);
 }
 ssize_t Inject(Ep ep, const void* data, size_t size, fi_addr_t peer) {
-  return Post(
-      ep, MakeOp(kSend, data, size), peer, nullptr, {},
-      [&](Endpoint& e) { return e.msg->inject(ep, data, size, peer); }, true);
+  return Post(MakeOp(kSend, data, size), peer, nullptr, {.injected = true},
+              &Endpoint::msg, &fi_ops_msg::inject, ep, data, size, peer);
 }
 
 ssize_t Write(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
               uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, context, {addr, key},
-              [&](Endpoint& e) {
-                return e.rma->write(ep, data, size, desc, peer, addr, key,
-                                    context);
-              });
+  return Post(MakeOp(kWrite, data, size), peer, context, {addr, key},
+              &Endpoint::rma, &fi_ops_rma::write, ep, data, size, desc, peer,
+              addr, key, context);
 }
 ssize_t WriteData(Ep ep, const void* data, size_t size, void* desc,
                   uint64_t imm, fi_addr_t peer, uint64_t addr, uint64_t key,
                   void* context) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, context,
-              {addr, key, imm, true}, [&](Endpoint& e) {
-                return e.rma->writedata(ep, data, size, desc, imm, peer, addr,
-                                        key, context);
-              });
+  return Post(MakeOp(kWrite, data, size), peer, context, {addr, key, imm, true},
+              &Endpoint::rma, &fi_ops_rma::writedata, ep, data, size, desc, imm,
+              peer, addr, key, context);
 }
 ssize_t Read(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
              uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kRead, data, size), peer, context, {addr, key},
-              [&](Endpoint& e) {
-                return e.rma->read(ep, data, size, desc, peer, addr, key,
-                                   context);
-              });
+  return Post(MakeOp(kRead, data, size), peer, context, {addr, key},
+              &Endpoint::rma, &fi_ops_rma::read, ep, data, size, desc, peer,
+              addr, key, context);
 }
 
 // Its buffer is that of its result. All are about one integer of 64 bits.
 ssize_t Fetch(Ep ep, const void* data, size_t count, void* desc, void* result,
               void* rdesc, fi_addr_t peer, uint64_t addr, uint64_t key,
               enum fi_datatype type, enum fi_op what, void* context) {
-  Remote remote = {
-      .addr = addr, .key = key, .data = Word(data), .atomic = what};
-  return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
-              remote, [&](Endpoint& e) {
-                return e.atomic->readwrite(ep, data, count, desc, result, rdesc,
-                                           peer, addr, key, type, what,
-                                           context);
-              });
+  return Post(MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
+              {addr, key, Word(data), false, what}, &Endpoint::atomic,
+              &fi_ops_atomic::readwrite, ep, data, count, desc, result, rdesc,
+              peer, addr, key, type, what, context);
 }
 ssize_t Compare(Ep ep, const void* data, size_t count, void* desc,
                 const void* expected, void* edesc, void* result, void* rdesc,
                 fi_addr_t peer, uint64_t addr, uint64_t key,
                 enum fi_datatype type, enum fi_op what, void* context) {
-  Remote remote = {.addr = addr,
-                   .key = key,
-                   .data = Word(data),
-                   .atomic = what,
-                   .expected = Word(expected)};
-  return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
-              remote, [&](Endpoint& e) {
-                return e.atomic->compwrite(ep, data, count, desc, expected,
-                                           edesc, result, rdesc, peer, addr,
-                                           key, type, what, context);
-              });
+  return Post(MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
+              {addr, key, Word(data), false, what, Word(expected)},
+              &Endpoint::atomic, &fi_ops_atomic::compwrite, ep, data, count,
+              desc, expected, edesc, result, rdesc, peer, addr, key, type, what,
+              context);
 }
 
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
@@ -601,6 +568,7 @@ int Reg(struct fid* domain, const void* data, size_t size, uint64_t access,
                                          key, flags, mr, context);
   return Registered(mr, data, size, access, false, ret);
 }
+
 // ---- What else touches memory ----
 
 bool IsWatched(uintptr_t at, size_t size) {
@@ -614,11 +582,8 @@ void Freed(const void* data, size_t size) {
   if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0) return;
   Lock lock;
   for (auto& [fid, region] : g_regions) {
-    if (region.device || uintptr_t(region.data) + region.size <= at ||
-        at + size <= uintptr_t(region.data)) {
-      continue;
-    }
-    Log(Now(), kFreed, 0, 0, region.id, {});
+    if (!region.device && region.Has(at, size))
+      Log(Now(), kFreed, 0, 0, region.id, {});
   }
   for (auto& [context, op] : g_flight) {
     bool record = at <= context && context < at + size;
@@ -661,6 +626,7 @@ VISIBLE ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
   static auto* real = Next("pwrite", pwrite);
   return File(data, size, 0, [&] { return real(fd, data, size, at); });
 }
+
 // ---- Opening ----
 
 int AvInsert(struct fid_av* av, const void* address, size_t count,

@@ -108,13 +108,14 @@ class Text:
         block = self.blocks[token.map[0] + 2]
         if block.info == "mermaid":
             return self.figure(token.content)
-        shown = sorted(self.finished[life] for life in lines.quoted(
-            self.page, block, self.states, self.lives)
-            if life in self.finished) if self.page.program else []
-        place, name = "", f"excerpt-{block.line}"
+        place, name, shown = "", f"excerpt-{block.line}", []
+        if self.page.program:
+            quoted = lines.quoted(self.page, block, self.states, self.lives)
+            shown = sorted(self.finished[life] for life in quoted if life in self.finished)
         for at in shown:
             self.passages.setdefault(at, name)
-            place = f' id="{name}" data-lines="{ranges(shown)}"'
+        if shown:
+            place = ' id="{}" data-lines="{}"'.format(name, " ".join(str(at + 1) for at in shown))
         text = coloured(token.content) if block.info == "cpp" else escape(token.content)
         return f"<pre{place}><code>{text}</code></pre>\n"
 
@@ -146,17 +147,6 @@ class Text:
                         + (f' data-passage="{place}"' if place else "") + f">{row}</span>")
         return (f'<section class="program" id="program"><h2>{self.page.program}.cpp</h2>'
                 f"<pre>{''.join(text)}</pre></section>")
-
-
-def ranges(numbers):
-    """Numbers from 0 in order, as "3-5,9-9" from 1."""
-    found = []
-    for at in numbers:
-        if found and found[-1][1] == at:
-            found[-1][1] = at + 1
-        elif not found or found[-1][1] < at:
-            found.append([at + 1, at + 1])
-    return ",".join(f"{first}-{last}" for first, last in found)
 
 
 if __name__ == "__main__":

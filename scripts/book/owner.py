@@ -232,15 +232,6 @@ def draw_arrow(kind, start, end, top):
     return f'<path class="{kind}" d="M{start},{edges[0]}L{end},{edges[1]}"/>'
 
 
-def marker(kind):
-    return f"""\
-    <marker id="{kind}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="10" markerHeight="10"
-            orient="auto" markerUnits="userSpaceOnUse">
-      <polygon class="{kind}" points="0,0 8,4 0,8"/>
-    </marker>
-"""
-
-
 def draw(figure):
     """Returns the figure as it should be in its file."""
     lines = []
@@ -259,19 +250,7 @@ def draw(figure):
     lines += [text(LEFT, time, "time", "faint"),
               f'<path class="call" d="M{LEFT + 40},{time - 5}H{RIGHT}"/>']
     kinds = sorted({"call", *(kind.split()[0] for kind, _, _ in figure.arrows)})
-    drawing = "\n".join(f"  {line}" for line in lines)
-    return style.styled(f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {time + 8}" width="{WIDTH}"
-     height="{time + 8}" role="img">
-  <title>{figure.title}</title>
-  <style>
-{style.SHEET}  </style>
-  <defs>
-{"".join(map(marker, kinds))}  </defs>
-
-{drawing}
-</svg>
-""")
+    return style.svg(figure.title, WIDTH, time + 8, kinds, lines)
 
 
 def path_of(number):

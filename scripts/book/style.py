@@ -64,3 +64,26 @@ def coloured(tag):
 def styled(figure):
     """A figure in today's style. Rules of its own may follow the sheet."""
     return TAG.sub(coloured, COPY.sub(lambda copy: SHEET, figure))
+
+
+def svg(title, width, height, kinds, lines, rules=""):
+    """A figure of these elements, and of arrows of these kinds."""
+    markers = "".join(f"""\
+    <marker id="{kind}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="10" markerHeight="10"
+            orient="auto" markerUnits="userSpaceOnUse">
+      <polygon class="{kind}" points="0,0 8,4 0,8"/>
+    </marker>
+""" for kind in kinds)
+    drawing = "\n".join(f"  {line}" for line in lines)
+    return styled(f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"
+     height="{height}" role="img">
+  <title>{title}</title>
+  <style>
+{SHEET}{rules}  </style>
+  <defs>
+{markers}  </defs>
+
+{drawing}
+</svg>
+""")

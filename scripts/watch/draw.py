@@ -633,28 +633,9 @@ def draw(run, title):
     if others:
         lines.append(text(12, y + 14, f"{plural(others, 'process')} more in trace.txt", "small"))
         y += 19
-    return svg(lines, y + 10, title)
-
-
-def svg(lines, height, title):
-    import owner
     # Of boxes that are a pixel wide, round corners would be all that is seen.
-    markers = "".join(owner.marker(kind) for kind in ("call", "data", "wrong")).replace(
-        'markerWidth="10" markerHeight="10"', 'markerWidth="8" markerHeight="8"')
-    body = "\n".join(f"  {line}" for line in lines)
-    return style.styled(f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" \
-height="{height:.0f}" role="img">
-  <title>{html.escape(title)}</title>
-  <style>
-{style.SHEET}  rect[class] {{ rx: 3px; stroke-width: 1 }}
-  </style>
-  <defs>
-{markers}  </defs>
-
-{body}
-</svg>
-""")
+    return style.svg(html.escape(title), WIDTH, f"{y + 10:.0f}", ("call", "data", "wrong"), lines,
+                     "  rect[class] { rx: 3px; stroke-width: 1 }\n")
 
 
 def page(picture, lines, found, title):

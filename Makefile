@@ -311,7 +311,6 @@ book:
 # style, and draws the Mermaid figures as GitHub does.
 figures:
 	@scripts/book/owner.py
-	@scripts/book/style.py
 	@scripts/book/figures.sh $(ARGS)
 
 clean:

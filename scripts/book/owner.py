@@ -1,11 +1,13 @@
 #!/usr/bin/env python3
-"""Draws the figure "Who owns it now?" of each chapter with a program, chapters/N_owner.svg.
+"""Draws the figure "Who owns it now?" of each chapter with a program, chapters/N_owner.svg,
+and gives every figure its style.
 All have the same two lanes, mine above and theirs below. A lane's colour says who may
 touch that memory, and four events change it: post, completion, notification, answer
 (chapter 9's is a credit).
 
 Usage: scripts/book/owner.py     (make figures)"""
 
+import pathlib
 import typing
 
 import style
@@ -230,15 +232,6 @@ def draw_arrow(kind, start, end, top):
     return f'<path class="{kind}" d="M{start},{edges[0]}L{end},{edges[1]}"/>'
 
 
-def marker(kind):
-    return f"""\
-    <marker id="{kind}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="10" markerHeight="10"
-            orient="auto" markerUnits="userSpaceOnUse">
-      <polygon class="{kind}" points="0,0 8,4 0,8"/>
-    </marker>
-"""
-
-
 def draw(figure):
     """Returns the figure as it should be in its file."""
     lines = []
@@ -257,29 +250,18 @@ def draw(figure):
     lines += [text(LEFT, time, "time", "faint"),
               f'<path class="call" d="M{LEFT + 40},{time - 5}H{RIGHT}"/>']
     kinds = sorted({"call", *(kind.split()[0] for kind, _, _ in figure.arrows)})
-    drawing = "\n".join(f"  {line}" for line in lines)
-    return style.styled(f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {time + 8}" width="{WIDTH}"
-     height="{time + 8}" role="img">
-  <title>{figure.title}</title>
-  <style>
-{style.SHEET}  </style>
-  <defs>
-{"".join(map(marker, kinds))}  </defs>
-
-{drawing}
-</svg>
-""")
+    return style.svg(figure.title, WIDTH, time + 8, kinds, lines)
 
 
 def path_of(number):
-    return f"{style.ROOT}/chapters/{number}_owner.svg"
+    return pathlib.Path(f"{style.ROOT}/chapters/{number}_owner.svg")
 
 
 def main():
     for number, figure in FIGURES.items():
-        with open(path_of(number), "w", encoding="utf-8") as file:
-            file.write(draw(figure))
+        path_of(number).write_text(draw(figure), encoding="utf-8")
+    for path in style.figures():
+        path.write_text(style.styled(path.read_text(encoding="utf-8")), encoding="utf-8")
 
 
 if __name__ == "__main__":

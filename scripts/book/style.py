@@ -1,24 +1,18 @@
-#!/usr/bin/env python3
-"""Gives every figure of the chapters its style. Shown as an image, a figure can load no
-other file, so figures.css is copied into each. And each of its elements gets the colours
-of its class as attributes, because not everything that shows a figure knows variables.
+"""The style of the figures of the chapters, and of those that `make watch-6` draws. Shown
+as an image, a figure can load no other file, so figures.css is copied into each. And each
+of its elements gets the colours of its class as attributes, because not everything that
+shows a figure knows variables."""
 
-Usage: scripts/book/style.py     (make figures)"""
-
-import glob
 import os
+import pathlib
 import re
-import sys
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
-with open(f"{ROOT}/scripts/book/figures.css", encoding="utf-8") as sheet:
-    SHEET = sheet.read()
+SHEET = pathlib.Path(f"{ROOT}/scripts/book/figures.css").read_text(encoding="utf-8")
 FIRST, *_, LAST = SHEET.splitlines()
 COPY = re.compile(f"{re.escape(FIRST)}.*?{re.escape(LAST)}\n", re.S)
-# The colours by their names: as they are in a figure, and on a dark page.
-COLOURS = re.findall(r'/\* ([\w-]+) \*/ \[fill="(#\w{6})"\] \{ fill: (#\w{6}) \}', SHEET)
-PALETTE = {name: light for name, light, _ in COLOURS}
-DARK = {name: dark for name, _, dark in COLOURS}
+# The colours by their names, as they are on a light page.
+PALETTE = dict(re.findall(r'/\* ([\w-]+) \*/ \[fill="(#\w{6})"\]', SHEET))
 
 # What each class means: the colour of its lines and texts, and that of its boxes.
 ROLES = {
@@ -37,38 +31,28 @@ ROLES = {
     "badge": ("page", "text"),         # a text on a disc
 }
 
-TAG = re.compile(r'<(\w+)((?:\s+[\w:-]+="[^"]*")+)')
+TAG = re.compile(r'<(rect|path|circle|polygon|text)((?:\s+[\w:-]+="[^"]*")+)')
 
 
 def figures():
     """All but the terminals, which have a style of their own."""
-    return sorted(set(glob.glob(f"{ROOT}/chapters/*.svg")) -
-                  {f"{ROOT}/chapters/0_terminals.svg"})
-
-
-def read(path):
-    with open(path, encoding="utf-8") as figure:
-        return figure.read()
-
-
-def colours(shape, classes):
-    """The attributes of a shape that has a class, and of a text."""
-    role = next(filter(ROLES.get, classes), "call")
-    ink, pale = (PALETTE.get(name, name) for name in ROLES[role])
-    if shape == "circle" and role == "idle":
-        return {"fill": PALETTE["page"], "stroke": PALETTE["faint"]}
-    return {"rect": {"fill": pale, "stroke": ink}, "path": {"fill": "none", "stroke": ink},
-            "circle": {"fill": ink}, "polygon": {"fill": ink}, "text": {"fill": ink}}[shape]
+    return sorted(path for path in pathlib.Path(f"{ROOT}/chapters").glob("*.svg")
+                  if path.name != "0_terminals.svg")
 
 
 def coloured(tag):
-    """An opening tag with the colours of its class as attributes."""
+    """An opening tag with the colours of its class as attributes. A text has some in any
+    case."""
     shape, attributes = tag.groups()
     classes = re.search(r'\sclass="([^"]*)"', attributes)
-    if shape not in ("rect", "path", "circle", "polygon", "text") or not (
-            classes or shape == "text" and " fill=" not in attributes):
+    if not classes and (shape != "text" or " fill=" in attributes):
         return tag[0]
-    found = colours(shape, classes[1].split() if classes else [])
+    role = next(filter(ROLES.get, classes[1].split() if classes else []), "call")
+    ink, pale = (PALETTE.get(name, name) for name in ROLES[role])
+    found = {"rect": {"fill": pale, "stroke": ink},
+             "path": {"fill": "none", "stroke": ink}}.get(shape, {"fill": ink})
+    if shape == "circle" and role == "idle":
+        found = {"fill": PALETTE["page"], "stroke": PALETTE["faint"]}
     for name in found:
         attributes = re.sub(rf'\s{name}="[^"]*"', "", attributes)
     added = "".join(f' {name}="{value}"' for name, value in found.items())
@@ -82,14 +66,24 @@ def styled(figure):
     return TAG.sub(coloured, COPY.sub(lambda copy: SHEET, figure))
 
 
-def main():
-    for path in figures():
-        svg = styled(read(path))
-        if svg.count(SHEET) != 1:
-            sys.exit(f"{path}: its style is not that of figures.css")
-        with open(path, "w", encoding="utf-8") as figure:
-            figure.write(svg)
+def svg(title, width, height, kinds, lines, rules=""):
+    """A figure of these elements, and of arrows of these kinds."""
+    markers = "".join(f"""\
+    <marker id="{kind}" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="10" markerHeight="10"
+            orient="auto" markerUnits="userSpaceOnUse">
+      <polygon class="{kind}" points="0,0 8,4 0,8"/>
+    </marker>
+""" for kind in kinds)
+    drawing = "\n".join(f"  {line}" for line in lines)
+    return styled(f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}"
+     height="{height}" role="img">
+  <title>{title}</title>
+  <style>
+{SHEET}{rules}  </style>
+  <defs>
+{markers}  </defs>
 
-
-if __name__ == "__main__":
-    main()
+{drawing}
+</svg>
+""")

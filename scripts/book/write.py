@@ -7,7 +7,6 @@ What it leaves to you, the check names that follows it.
 Usage: scripts/book/write.py    (make check WRITE=1)
 """
 
-import collections
 import concurrent.futures
 import difflib
 import math
@@ -21,112 +20,71 @@ sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves")
 import chapters  # noqa: E402  (the path has to be known)
 import harness  # noqa: E402
 import lines  # noqa: E402
-import moves  # noqa: E402
 from repository import make, programs  # noqa: E402
 
-# By so many lines a part may have become longer or shorter, but not by more than it has.
+# By so many lines a part may have become longer or shorter.
 MOST_SHIFTED = 8
 
 
 def closest(part, source, start=0):
     """Where in the source the part now is that once was there as a whole: a range of lines,
     or None if that is not clear."""
-    def weight(line):
-        return len(line.strip())
-
     if len(part) == 1:
-        found = difflib.get_close_matches(part[0], source[start:], 2, 0.7)
+        found = difflib.get_close_matches(part[0], source[start:], 1, 0.7)
         if not found or source.count(found[0]) > 1:
             return None
         at = source.index(found[0])
         return range(at, at + 1)
-    most = min(MOST_SHIFTED, len(part))
-    # How much of the part is so many lines further down in the source.
-    shifts = collections.Counter()
-    same = [(index, at) for index, line in enumerate(part)
-            for at in range(start, len(source)) if source[at] == line]
-    for index, at in same:
-        shifts[at - index] += weight(part[index])
-    if not shifts:
+
+    def blocks(begin, end):
+        """What is the same in the part, and in these lines."""
+        return difflib.SequenceMatcher(
+            None, part, source[max(begin, start):end], False).get_matching_blocks()[:-1]
+
+    def weight(at):
+        return sum(len(line.strip()) for block in blocks(at, at + len(part))
+                   for line in part[block.a:block.a + block.size])
+    at = max(range(start, len(source)), key=weight, default=start)
+    if 2.5 * weight(at) < sum(len(line.strip()) for line in part):
         return None
-    best = max(shifts, key=shifts.get)
-    near = [(index, at) for index, at in same
-            if abs(at - index - best) <= most and weight(part[index]) > 2]
-    others = [count for shift, count in shifts.items() if abs(shift - best) > most]
-    if not near or max(others, default=0) > 0.7 * shifts[best]:
-        return None
-    (first, begin), (last, end) = min(near), max(near)
-    found = range(begin - first, end + len(part) - last)
-    known = sum(weight(part[index]) for index in {index for index, _ in near})
-    if found.start < start or found.stop > len(source) or len(found) < 1 or \
-            2.5 * known < sum(map(weight, part)):
-        return None
-    return found
+    begin = max(at - MOST_SHIFTED, start)
+    first, *_, last = 2 * blocks(begin, at + len(part) + MOST_SHIFTED)
+    found = range(begin + first.b - first.a, begin + last.b - last.a + len(part))
+    return found if start <= found.start < found.stop <= len(source) else None
 
 
 def excerpt_edits(page):
     """What to write into excerpts and diffs: new lines, by the line of the page."""
     edits = {}
     for block in page.blocks:
-        try:
-            if block.info == "cpp" and (page.program or page.own(block.line)):
-                edits.update(part_edits(page, block))
-            elif block.info == "diff" and page.before:
-                edits.update(diff_edits(page, block))
-        except FileNotFoundError:
-            pass  # a check says so
+        for one in chapters.shown(page, block):
+            edits.update(part_edits(one))
     return edits
 
 
-def part_edits(page, block):
-    source, start, edits = page.source(block.line)[1], 0, {}
-    for index, part in chapters.split(block.lines, chapters.is_gap):
-        at = chapters.find(part, source, start) if part else start
-        found = range(at, at + len(part)) if at >= 0 else closest(part, source, start)
-        if found is None:
+def part_edits(one):
+    source, start, edits = [*map(one.flat, one.source)], 0, {}
+    for part in one.parts:
+        text = [one.flat(line) for *_, line in part]
+        at = chapters.find(text, source, start)
+        found = range(at, at + len(part)) if at >= 0 else closest(text, source, start)
+        # In a diff, only where each line has become another one.
+        if found is None or part[0][1] and len(found) != len(part):
             break
-        if at < 0:
-            first = block.line + index
-            edits.update({first + i: [] for i in range(len(part))})
-            edits[first] = source[found.start:found.stop]
         start = found.stop
-    return edits
-
-
-def diff_edits(page, block):
-    """Only where each line has become another one."""
-    edits = {}
-    for before, other in (True, "+"), (False, "-"):
-        source, start = page.source(block.line, before)[1], 0
-        flat = chapters.without_blanks if before and page.move(block.line) else str
-        for index, part in chapters.split(block.lines, lambda line: line.strip() == "..."):
-            own = [(block.line + index + i, line) for i, line in enumerate(part)
-                   if line[:1] != other]
-            text = [flat(line[1:]) for _, line in own]
-            at = chapters.find(text, list(map(flat, source)), start)
-            found = range(at, at + len(text)) if at >= 0 else \
-                closest([line[1:] for _, line in own], source, start)
-            if found is None or len(found) != len(own):
-                break
-            start = found.stop
-            edits.update({at: [(line[:1] or " ") + source[now]]
-                          for (at, line), now in zip(own, found)
-                          if flat(line[1:]) != flat(source[now])})
+        if len(found) == len(part):
+            edits.update({line: [mark + one.source[now]] for (line, mark, _), old, now in
+                          zip(part, text, found) if old != source[now]})
+        else:
+            edits.update({line: [] for line, *_ in part})
+            edits[part[0][0]] = one.source[found.start:found.stop]
     return edits
 
 
 def row_edits(page):
     """The numbers in tables of moves."""
-    edits = {}
-    for row in chapters.MOVE_ROW.finditer(page.prose) if page.states else []:
-        said = chapters.COUNTS.search(row[0])
-        if said and int(row[1]) == page.number and 0 < int(row[2]) < len(page.states):
-            added, removed = moves.counts(page.program, int(row[2]), page.root)
-            right = re.sub(r"\d+", "{}", said[0]).format(added, removed)
-            if right != said[0]:
-                edits[chapters.line_at(page.prose, row.start())] = [
-                    row[0].replace(said[0], right)]
-    return edits
+    return {line: [page.text.split("\n")[line - 1].replace(said, right)]
+            for line, _, said, right in chapters.move_rows(page) if said != right}
 
 
 def apply(page, edits, what):
@@ -156,19 +114,17 @@ def write_transcripts(paths):
     def rerun(page):
         processes = []
 
-        def run(command, *args, **env):
-            processes.append(harness.Process(command, *args, **env))
+        def run(command, **env):
+            processes.append(harness.Process(command, **env))
             return processes[-1]
 
         try:
-            again = chapters.Rerun(page, run, 10)
+            again = chapters.Rerun(page, run)
             again.all()
             return again
         finally:
             for process in processes:
-                if process.popen.poll() is None:
-                    process.popen.kill()
-                    process.popen.wait()
+                process.popen.kill()
 
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         for again in pool.map(rerun, pages):

@@ -203,12 +203,13 @@ int slow() {
 def write_moves(folder):
     """Writes these programs, their chapters, and the moves."""
     for name, text in {
-            "README.md": "# Read me\n", "scripts/README.md": "# Tools\n",
+            "README.md": "[4](chapters/4_one.md) [5](chapters/5_two.md)\n",
             "chapters/4_one.md": "# 4. One\n\n[Program](../src/4_one.cpp)\n",
             "chapters/5_two.md": CHAPTER, "src/4_one.cpp": STATES[0],
             "src/5_two.cpp": STATES[-1]}.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(text)
+    (folder / "scripts").mkdir()
     shutil.copy(f"{ROOT}/scripts/common.sh", folder / "scripts")
     moves.write("5_two", {"1_slow": STATES[1], "2_fast": STATES[2]},
                 {"1_slow": "Slow: one more.\n\n", "2_fast": "Fast: it asks.\n\n"}, folder)

@@ -167,31 +167,6 @@ def test_credits(tmp_path):
         assert re.search(rf"client +slot {slot}: no credit, waits [0-9.]+ ms$", trace, re.M)
 
 
-@pytest.mark.parametrize("sends,names", [
-    # Who sends to whom, at which time, and when that arrives.
-    ([(0, 1, 1, 2), (1, 0, 3, 4), (2, 1, 1, 2)], ["client 1", "server", "client 2"]),
-    ([(0, 1, 1, 5), (0, 2, 2, 6), (1, 0, 7, 8)], ["client", "server 1", "server 2"]),
-    ([(0, 1, 1, 3), (1, 2, 1, 3), (2, 0, 1, 3)], ["peer 1", "peer 2", "peer 3"]),
-    ([(0, 1, 1, 4), (1, 0, 2, 3), (2, 2, 1, 2)], ["peer 1", "peer 2", "client"])])
-def test_names(sends, names):
-    """In a ring, each speaks first to one neighbour, and not to the other. Peers that were
-    started with their rank have its name."""
-    ps = [model.Thing(ops={}, arguments=["ring"]) for _ in range(3)]
-    for number, (source, to, posted, arrived) in enumerate(sends):
-        for p, what, target in ((source, model.SEND, model.Thing(p=ps[to])),
-                                (to, model.RECV, None)):
-            ps[p].ops[number, what] = model.Thing(
-                p=ps[p], what=what, t0=posted, t1=arrived, error="", target=target)
-    model.name_processes(model.Thing(ps=ps))
-    assert [p.name for p in ps] == names
-    for number, p in enumerate(ps):
-        p.arguments = ["ring", "folder", str(2 - number), "3", "1000"]
-    model.name_processes(model.Thing(ps=ps))
-    assert [p.name for p in ps] == [
-        f"rank {2 - number}" if p.role == "peer" else name
-        for number, (p, name) in enumerate(zip(ps, names))]
-
-
 def test_by_hand(run, tmp_path):
     """In two terminals, as the page says; the client is killed, and its records stay."""
     folder = tmp_path / "new"

@@ -3,9 +3,11 @@
 import pytest
 
 import chapters
+import moves
 import write
 from chapters import Page
 from small_repository import CHAPTER, STATES, write_moves
+
 
 def test_excerpts_and_tables(tmp_path):
     """They follow the program, and text does not. What is indented stays so."""
@@ -24,16 +26,23 @@ def test_excerpts_and_tables(tmp_path):
         states = [state.replace(old, new) for state in states]
     for name, text in (("src/4_one.cpp", states[0]), ("src/5_two.cpp", states[2])):
         (tmp_path / name).write_text(text)
-    write.moves.write("5_two", {"1_slow": states[1], "2_fast": states[2]}, root=tmp_path)
+    moves.write("5_two", {"1_slow": states[1], "2_fast": states[2]}, root=tmp_path)
     (tmp_path / path).write_text(page)
-    assert len(chapters.check_excerpts(Page(tmp_path, path))) == 3
+    assert len(chapters.check_excerpts(Page(tmp_path, path))) == 5
     for edits in write.excerpt_edits, write.row_edits:
         page = Page(tmp_path, path)
         write.apply(page, edits(page), "excerpt")
     found = Page(tmp_path, path)
     assert found.text == wanted.replace("+5 −1", "+4 −1")
-    assert not [message for check in (chapters.check_excerpts, chapters.check_diffs,
-                                      chapters.check_moves) for message in check(found)]
+    assert not chapters.check_excerpts(found) + chapters.check_moves(found)
+
+
+def test_closest():
+    """A part that has become longer, and whose first line is another one; nothing like it."""
+    source = "}|int Take() {|  Look();|  if (!ready) return;|  Use();|  return 1;|}|}".split("|")
+    part = "void Take() {|  Look();|  Use();|  return 1;|}".split("|")
+    assert write.closest(part, source) == range(1, 7)
+    assert write.closest(["void Give() {", "  Post();", "}"], source) is None
 
 
 @pytest.mark.parametrize("shown,printed,after", [

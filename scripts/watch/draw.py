@@ -23,7 +23,7 @@ MOST_PROCESSES = 4    # that are drawn; the others are named
 MOST_ARROWS = 400     # then only messages, and the first WRITEs
 style.ROLES.update({"touch": ("green", "green"), "lent": ("amber", "pale-amber"),
                     "bad": ("red", "pale-red"), "ink": ("page", "page")})
-OWNERS = {"mine": ("good", "mine: I may touch it"), "flight": ("data", "in flight: hands off"),
+OWNERS = {"mine": ("good", "mine: I may touch it"), "one": ("good", ""), "flight": ("data", "in flight: hands off"),
           "lent": ("lent", "lent: the others may"), "touch": ("touch", "the program uses it"),
           "bad": ("bad", "wrong")}
 
@@ -177,8 +177,8 @@ def shortened(lines):
 
 class Axis:
     """Where a time is: to scale, but what is too close is drawn apart, and waiting is cut."""
-    def __init__(self, times, begin, end):
-        self.times = sorted({begin, end, *(t for t in times if t and begin <= t <= end)})
+    def __init__(self, times):
+        self.times = sorted({*times})
         gaps = [b - a for a, b in zip(self.times, self.times[1:])] or [1]
         low, high = min(9.0, 0.6 * PLOT / len(gaps)), max(46.0, 1.6 * PLOT / len(gaps))
         if len(gaps) >= 150:  # to scale, but for the pauses
@@ -218,18 +218,17 @@ class Axis:
 
 class Lane:
     """A buffer, a place in a region, or many of these: who owned it when."""
-    def __init__(self, p, name, begin, end, note="", region=None, thin=False):
+    def __init__(self, p, name, end, note="", region=None, thin=False):
         self.p, self.name, self.note, self.region, self.thin = p, name, note, region, thin
-        self.begin, self.end, self.y = begin, end, 0
+        self.end, self.y = end, 0
         self.height = THIN if thin else LANE
-        self.pieces = []     # (from, to, owner, words, hint, row)
+        self.pieces = []     # (from, to, owner, words)
         self.ops, self.there = [], []  # of this process here, of others here
-        self.marks, self.overlay = [], []
-        self.shared, self.rows = False, 1
+        self.marks, self.shared = [], False
 
-    def add(self, t0, t1, owner, text="", hint="", row=0):
+    def add(self, t0, t1, owner, content):
         if t1 > t0:
-            self.pieces.append((t0, t1, owner, text, hint, row))
+            self.pieces.append((t0, t1, owner, content))
 
 
 def lanes_of(run, p):
@@ -255,19 +254,19 @@ def recv_lanes(run, p, ep):
     end, note = ep.t1 or p.end, f"endpoint {ep.number}"
     begin = min(op.t0 for ops in recvs.values() for op in ops)
     if len(used) > 3:
-        lane = Lane(p, plural(len(recvs), "RECV"), begin, end, note)
+        lane = Lane(p, plural(len(recvs), "RECV"), end, note)
         lane.add(begin, end, "flight", f"{len(recvs)} RECVs in flight")
-        lane.overlay = [(op, after.t0 if after else end) for ops in used.values()
-                        for op, after in zip(ops, [*ops[1:], None]) if op.t1]
         lane.ops = [op for ops in recvs.values() for op in ops]
+        for op, after in ((op, after) for ops in used.values()
+                          for op, after in zip(ops, [*ops[1:], None]) if op.t1):
+            lane.add(op.t1, after.t0 if after else end, "one", words(run, op))
         return [lane]
     lanes = [message_lane(run, p, f"a RECV of {size(ops[0].size)}", note, ops)
              for ops in used.values()]
     rest = len(recvs) - len(used)
     if rest:
-        lane = Lane(p, f"{rest} {'more ' if used else ''}RECV{'s' * (rest > 1)}", begin, end, note,
-                    thin=True)
-        lane.add(begin, end, "flight", "", f"{plural(rest, 'RECV')} in flight, no message comes")
+        lane = Lane(p, f"{rest} {'more ' if used else ''}RECV{'s' * (rest > 1)}", end, thin=True)
+        lane.add(begin, end, "flight", "no message comes")
         lanes.append(lane)
     return lanes
 
@@ -277,15 +276,8 @@ def send_lanes(run, p):
     for op in p.ops.values():
         if op.what == SEND and not op.inject:
             sends.setdefault(op.addr, []).append(op)
-    if len(sends) <= 4:
-        return [message_lane(run, p, "a buffer for SENDs", "", ops)
-                for ops in sorted(sends.values(), key=lambda ops: ops[0].t0)]
-    ops = sorted((op for some in sends.values() for op in some), key=lambda op: op.t0)
-    lane = Lane(p, f"{len(sends)} buffers for SENDs", ops[0].t0, p.end, plural(len(ops), "SEND"))
-    lane.ops = ops
-    for op in ops:
-        lane.add(op.t0, op.end, "bad" if op.wrong else "flight", words(run, op), words(run, op))
-    return [lane]
+    return [message_lane(run, p, "a buffer for SENDs", "", ops)
+            for ops in sorted(sends.values(), key=lambda ops: ops[0].t0)[:MOST_LANES]]
 
 
 def message_lane(run, p, name, note, ops):
@@ -293,23 +285,14 @@ def message_lane(run, p, name, note, ops):
     note = note or (f"region {region.id}" if region else "")
     begin = region.t0 if region and region.t0 <= ops[0].t0 else ops[0].t0
     end = region.t1 if region and region.t1 else p.end
-    lane = Lane(p, name, begin, end, note, region)
+    lane = Lane(p, name, end, note, region)
     lane.ops = sorted(ops, key=lambda op: op.t0)
-    lane.add(begin, lane.ops[0].t0, "mine", "mine", "registered")
-    levels = []  # several operations may use a buffer at the same time
-    for i, op in enumerate(lane.ops):
-        row = next((k for k, until in enumerate(levels) if until <= op.t0), min(len(levels), 4))
-        levels[row:row + 1] = [op.end]
-        hint = f"{NAMES[op.what]} of {size(op.size)} [{op.id}]"
-        text = f"SEND: {words(run, op)}" if op.what == SEND else "RECV: in flight"
-        lane.add(op.t0, op.end, "bad" if op.wrong else "flight", text, hint, row)
-        if max(levels) == op.end:
-            until = lane.ops[i + 1].t0 if i + 1 < len(lane.ops) else end
-            got = f"{words(run, op)} is mine" if op.what == RECV and op.t1 else "mine"
-            lane.add(op.end, until, "mine", got,
-                     f"completed: {size(op.length)}" if op.t1 and op.length else "completed")
-    lane.rows = len(levels)
-    lane.height = max(LANE, 18 * lane.rows)
+    lane.add(begin, lane.ops[0].t0, "mine", "mine")
+    for op, after in zip(lane.ops, [*lane.ops[1:], None]):
+        lane.add(op.t0, op.end, "bad" if op.wrong else "flight",
+                 f"SEND: {words(run, op)}" if op.what == SEND else "RECV: in flight")
+        lane.add(op.end, after.t0 if after else end, "mine",
+                 f"{words(run, op)} is mine" if op.what == RECV and op.t1 else "mine")
     lane.marks = [w.t for w in run.wrongs if w.p is p and w.op in lane.ops]
     return lane
 
@@ -318,8 +301,6 @@ def region_lanes(run, p, region):
     """One for each place that was READ or written. Of many, those with something wrong, and
     the first ones; one lane for the others."""
     local = [op for op in region.ops if op.what >= WRITE]
-    if not (local or region.remote or region.access & REMOTE):
-        return []
     places = sorted({(op.addr - region.addr, op.size) for op in local} |
                     {(op.offset, op.size) for op in region.remote})
     merged = []
@@ -337,26 +318,12 @@ def region_lanes(run, p, region):
     kept = sorted(sorted(range(len(merged)), key=lambda i: i not in wrong)[:MOST_LANES])
     lanes = [place_lane(run, p, region, *merged[i], local) for i in kept]
     if len(kept) < len(merged):
-        lane = Lane(p, f"{len(merged) - len(kept)} more places", region.t0, region.t1 or p.end,
-                    region=region, thin=True)
+        lane = Lane(p, f"{len(merged) - len(kept)} more places", region.t1 or p.end, thin=True)
         lane.shared = True
         lane.ops = [op for op in local if number(op.addr - region.addr) not in kept]
         lane.there = [op for op in region.remote if number(op.offset) not in kept]
-        busy = []  # when some of them are in flight
-        for op in sorted(lane.ops + lane.there, key=lambda op: op.t0):
-            if busy and op.t0 <= busy[-1][1]:
-                busy[-1][1] = max(busy[-1][1], op.end)
-            else:
-                busy.append([op.t0, op.end])
-        for begin, until in busy:
-            lane.add(begin, until, "flight", "", "some of them")
-        lanes.append(lane)
-    free = region.size - sum(length for _, length in merged)
-    if free > 0 and region.access & REMOTE:
-        end, begin = region.t1 or p.end, lent_at(region)
-        lane = Lane(p, f"{size(free)} more", region.t0, end, "", region, thin=True)
-        lane.add(region.t0, begin, "mine")
-        lane.add(begin, end, "lent", "", "lent, and nothing comes")
+        for op in lane.ops + lane.there:
+            lane.add(op.t0, op.end, "flight", op.name())
         lanes.append(lane)
     return lanes
 
@@ -371,14 +338,12 @@ def lent_at(region):
 
 
 def lent_again(run, p, op, back, touches):
-    """When a place was lent again, for this operation: with the last message that its peer
-    had got by then or, if the program has touched the place, with the first one after."""
-    done = max((t.t1 for t in touches if back <= t.t0 < op.t0), default=None)
+    """When a place was lent again, for this operation: with the first message to its peer
+    after the place was the owner's again, and after the program has touched it."""
+    done = max((t.t1 for t in touches if back <= t.t0 < op.t0), default=back)
     sent = run.between.get((p, op.p), [])
-    fit = [e.t0 for e in sent[bisect.bisect_left(sent, back, key=lambda e: e.t0):]
-           if e.t1 <= op.t0]
-    after = [t for t in fit if done is None or t >= done]
-    return min(after) if done and after else max(fit, default=back)
+    at = bisect.bisect_left(sent, done, key=lambda e: e.t0)
+    return sent[at].t0 if at < len(sent) and sent[at].t1 <= op.t0 else back
 
 
 def place_lane(run, p, region, at, length, local):
@@ -387,7 +352,7 @@ def place_lane(run, p, region, at, length, local):
         f"{size(length)} at {at}"
     where = f"region {region.id} + {size(at) if at else 0}"
     end = region.t1 or p.end
-    lane = Lane(p, name, region.t0, end, where, region)
+    lane = Lane(p, name, end, where, region)
 
     def overlaps(begin, count):
         return begin < at + length and at < begin + count
@@ -403,8 +368,7 @@ def place_lane(run, p, region, at, length, local):
         for op in lane.ops:
             lane.add(since, op.t0, "mine", "mine")
             number = f", number {op.imm}" if op.imm is not None else ""
-            lane.add(op.t0, op.end, "bad" if op.wrong else "flight", op.name() + number,
-                     f"{op.name()} of {size(op.size)} [{op.id}]")
+            lane.add(op.t0, op.end, "bad" if op.wrong else "flight", op.name() + number)
             since = max(since, op.end)
         lane.add(since, end, "mine", "mine")
         for op in lane.there:
@@ -420,22 +384,21 @@ def lend(run, lane, touches):
     """The pieces of a place that others READ or WRITE: mine, lent, in flight, mine."""
     region, p, end = lane.region, lane.p, lane.end
     at = min(lent_at(region), min((op.t0 for op in lane.there), default=end))
-    lane.add(region.t0, at, "mine", "mine", "registered")
+    lane.add(region.t0, at, "mine", "mine")
     writes = [op for op in lane.there if op.what == WRITE]
     for op in lane.there:
         if op.what != WRITE:  # nobody tells the owner of a READ
-            lane.add(op.t0, op.end, "flight", op.name(), f"{op.name()} of {op.p.name}")
+            lane.add(op.t0, op.end, "flight", op.name())
     for i, op in enumerate(writes):
         lane.add(at, op.t0, "lent", "lent")
         back = told(run, op)
         after = writes[i + 1].t0 if i + 1 < len(writes) else end
         number = f": number {op.imm}" if op.imm is not None else ": in flight"
         at = max(min(back or end, after), op.t0)
-        lane.add(op.t0, at, "bad" if op.wrong else "flight", f"#{op.count}{number}",
-                 f"{op.name()} of {op.p.name}, {size(op.size)} [{op.id}]")
+        lane.add(op.t0, at, "bad" if op.wrong else "flight", f"#{op.count}{number}")
         if back and back < after:
             again = lent_again(run, p, writes[i + 1], back, touches) if i + 1 < len(writes) else end
-            lane.add(back, again, "mine", "mine", "told")
+            lane.add(back, again, "mine", "mine")
             at = again
     lane.add(at, end, "lent", "lent")
 
@@ -472,7 +435,7 @@ def draw_lane(run, lane, axis):
     yield text(LABEL - 10, lane.y + 11, lane.name, "small end")
     if not lane.thin:
         yield tiny(LABEL - 10, lane.y + 23, lane.note)
-    last = {}  # of each owner and row, where the last box began
+    last = {}  # of each owner, where the last box began
 
     def is_seen(t0, t1, key):
         """Of boxes that are narrower than a pixel, one is seen for each."""
@@ -482,34 +445,17 @@ def draw_lane(run, lane, axis):
         last[key] = x
         return True
 
-    for t0, t1, owner, _, hint, row in lane.pieces:
-        y, height = lane.y, lane.height
-        if not is_seen(t0, t1, (owner, row)):
+    for t0, t1, owner, content in lane.pieces:
+        if not is_seen(t0, t1, owner):
             continue
-        if owner == "touch":
-            y, height = y + 5, height - 10
-        elif lane.rows > 1 and owner != "mine":
-            y, height = y + 18 * row, 18
-        whose = OWNERS[owner][1].split(":")[0]
+        y = lane.y + 5 * (owner == "touch")
+        height = lane.height - 10 if owner == "touch" else lane.height // (1 + (owner == "one"))
         yield box(axis(t0), y, axis(t1) - axis(t0), height, owner,
-                  f"{whose}{': ' if hint else ''}{hint}, {span(t1 - t0)}, from {ms(run, t0)}")
-    for op, until in lane.overlay:
-        if not is_seen(op.t1, until, "overlay"):
-            continue
-        yield box(axis(op.t1), lane.y, axis(until) - axis(op.t1), lane.height // 2, "mine",
-                  f"{words(run, op)}: mine, {span(until - op.t1)}")
+                  f"{OWNERS[owner][1].split(':')[0]}: {content}, {span(t1 - t0)}, from {ms(run, t0)}")
     for t in lane.marks:
         x = min(axis(t), WIDTH - RIGHT - 8)
         yield ('<path class="wrong" style="marker-end: none; stroke-width: 3" '
                f'd="M{x - 7:.1f},{lane.y + 5}l14,14m-14,0l14,-14"/>')
-
-
-def free_place(begin, end, marks):
-    """The widest part of a box that no mark is on: where it begins, and how wide it is."""
-    inside = sorted(x for x in marks if begin < x < end)
-    parts = zip([begin, *(x + 8 for x in inside)], [*(x - 8 for x in inside), end])
-    a, b = max(parts, key=lambda part: part[1] - part[0])
-    return a, b - a
 
 
 def lane_words(lane, axis):
@@ -517,20 +463,16 @@ def lane_words(lane, axis):
     if lane.thin:
         return
     covered = [(a, b) for a, b, o, *_ in lane.pieces if o == "touch"]
-    for t0, t1, owner, content, _, row in lane.pieces:
-        x, width = free_place(axis(t0), axis(t1), [axis(t) for t in lane.marks])
-        if not fits("#1", width):
+    for t0, t1, owner, content in lane.pieces:
+        x = axis(t0)  # up to a mark, if there is one
+        width = min([axis(t1), *(axis(t) - 8 for t in lane.marks if t0 < t < t1)]) - x
+        if owner == "one" or owner == "mine" and any(a < t1 and t0 < b for a, b in covered):
             continue
-        if owner == "mine" and any(a < t1 and t0 < b for a, b in covered):
-            continue
-        y = lane.y + (18 * row + 14 if lane.rows > 1 and owner != "mine" else lane.height / 2 + 5)
-        timed = [f"{content}, {span(t1 - t0)}"] if owner == "flight" and content[:4] != "RECV" \
-            else []
-        short = content.split(" is ")[-1] if owner == "mine" else \
-            content.split(":")[0].split(",")[0]
-        for shown in (*timed, content, short, short.split(" ")[-1]):
+        timed = f"{content}, {span(t1 - t0)}" if owner == "flight" and content[:4] != "RECV" else ""
+        short = content.split(" is ")[-1].split(":")[0].split(",")[0]
+        for shown in (timed, content, short, short.split(" ")[-1]):
             if shown and fits(shown, width):
-                yield text(x + width / 2, y, shown,
+                yield text(x + width / 2, lane.y + lane.height / 2 + 5, shown,
                            "small middle" + (" ink" if owner == "touch" else ""))
                 break
 
@@ -587,15 +529,12 @@ def arrows(run, lanes, axis):
             if op.what == SEND and op.target and op.target.p in {lane.p for lane in lanes}:
                 y1 = y0 + (26 if down else -26)
                 yield op, ('<path class="wrong" style="marker-end: none" d="M'
-                           f'{x0:.1f},{y0}L{x0 + 18:.1f},{y1}m-6,-6l12,12m0,-12l-12,12"/>'), x0, 0
+                           f'{x0:.1f},{y0}L{x0 + 18:.1f},{y1}m-6,-6l12,12m0,-12l-12,12"/>'), x0
             continue
         y1 = target.y if down else target.y + target.height
         ends = (x0, y1, axis(arrive), y0) if op.what == READ else (x0, y0, axis(arrive), y1)
-        thin = "1.5" if op.what == SEND else "1.3"
-        hint = f"{op.name()} {words(run, op)}" if op.what == SEND else op.name()
-        yield op, (f'<path class="{kind}" style="opacity: 0.55; stroke-width: {thin}" d="'
-                   f'M{ends[0]:.1f},{ends[1]:.1f}L{ends[2]:.1f},{ends[3]:.1f}">'
-                   f"<title>{html.escape(hint)}</title></path>"), (ends[0] + ends[2]) / 2, target.y
+        yield op, (f'<path class="{kind}" style="opacity: 0.55; stroke-width: 1.4" d="M{ends[0]:.1f},'
+                   f'{ends[1]:.1f}L{ends[2]:.1f},{ends[3]:.1f}"/>'), (ends[0] + ends[2]) / 2
 
 
 def legend(run, lanes):
@@ -604,7 +543,7 @@ def legend(run, lanes):
     if run.wrongs:
         used.add("bad")
     for owner, (_, content) in OWNERS.items():
-        if owner in used:
+        if owner in used and content:
             yield box(x, 38, 18, 18, owner)
             yield text(x + 25, 52, content, "small")
             x += 52 + wide(content)
@@ -622,58 +561,28 @@ def axis_lines(axis, y):
         if middle - wide(content) / 2 > free:
             yield text(middle, y + 22, content, "small middle")
             free = middle + wide(content) / 2 + 6
-    unit = next((u for u in (10 ** k * m for k in range(1, 11) for m in (1, 2, 5))
-                 if u * axis.scale >= 40), 10 ** 9)
-    if unit * axis.scale < LABEL - 20:
-        yield ('<path class="call" style="marker-end: none; stroke-width: 1.5" '
-               f'd="M12,{y - 4}v8m0,-4h{unit * axis.scale:.1f}m0,-4v8"/>')
-        yield text(12, y + 22, span(unit), "small")
 
 
-def wrapped(content, width=150):
-    lines, line = [], ""
-    for word in content.split(" "):
-        if line and len(line) + len(word) >= width:
-            lines.append(line)
-            line = "   "
-        line += (" " if line else "") + word
-    return [*lines, line]
-
-
-def times_of(ps):
-    for p in ps:
-        for n in p.notices:
-            yield n.t
-        for op in p.ops.values():
-            yield op.t0
-            yield op.t1
-            yield op.match.t1 if op.match else None
-        for t in p.touches:
-            yield t.t0
-            yield t.t1
-        for r in p.regions:
-            yield r.t0 if r.access & REMOTE else None
-        for ep in p.eps.values():
-            yield ep.t1
-
-
-def drawn(run):
-    """The processes that there is room for: servers above clients and peers."""
-    servers = [p for p in run.ps if p.role == "server"]
-    clients = [p for p in run.ps if p.role != "server"]
-    wrong = {w.p for w in run.wrongs}
-    clients.sort(key=lambda p: p not in wrong)  # those of which there is something to see
-    ps = (servers[:2] + clients)[:MOST_PROCESSES]
-    return ps, len(run.ps) - len(ps)
+def times_of(p):
+    return [t for t in (
+        *(n.t for n in p.notices),
+        *(t for op in p.ops.values() for t in (op.t0, op.t1, op.match.t1 if op.match else None)),
+        *(t for touch in p.touches for t in (touch.t0, touch.t1)),
+        *(r.t0 for r in p.regions if r.access & REMOTE),
+        *(ep.t1 for ep in p.eps.values())) if t]
 
 
 def draw(run, title):
     run.between = {}  # the messages and numbers from one process to another, in their order
     for e in sorted(run.edges, key=lambda e: e.t0):
         run.between.setdefault((e.a, e.b), []).append(e)
-    ps, others = drawn(run)
-    times = [t for t in times_of(ps) if t]
-    axis = Axis(times, min(times, default=run.t0), max(times, default=run.end))
+    # Servers above clients and peers, of which those with something wrong come first.
+    ps = [p for p in run.ps if p.role == "server"][:2]
+    ps += sorted((p for p in run.ps if p.role != "server"),
+                 key=lambda p: p not in {w.p for w in run.wrongs})
+    ps, others = ps[:MOST_PROCESSES], len(run.ps) - len(ps[:MOST_PROCESSES])
+    times = [t for p in ps for t in times_of(p)]
+    axis = Axis(times or [run.t0, run.end])
     y, lines, lanes, heads, gaps = 74, [], [], [], []
     for number, p in enumerate(ps):
         own, shared = lanes_of(run, p)
@@ -699,22 +608,21 @@ def draw(run, title):
                  f'width="{x1 - x0:.1f}" height="{y - 72}"/>' for x0, x1, _ in axis.cuts]
     for lane in lanes:
         lines += draw_lane(run, lane, axis)
-    taken, labels = {gap: [[] for _ in range(5)] for gap in gaps}, []
-    for op, line, x, _ in sorted(arrows(run, lanes, axis), key=lambda a: a[2]):
+    taken, labels = [[] for _ in range(5)], []  # of rows in the first gap
+    for op, line, x in sorted(arrows(run, lanes, axis), key=lambda a: a[2]):
         lines.append(line)
         content = words(run, op) if op.what == SEND else \
             f"number {op.imm}" if op.imm is not None else ""
         half = wide(content) / 2 + 4
         x = min(max(x, LABEL + half), WIDTH - half)
-        for gap, row in ((gap, row) for gap in gaps[:1] for row in range(5)) if content else ():
-            if all(abs(x - at) > half + other for at, other in taken[gap][row]):
-                taken[gap][row].append((x, half))
-                at = gap + 8 + 21 * row
-                labels += [f'<rect fill="{style.PALETTE["page"]}" opacity="0.85" '
-                           f'x="{x - half:.1f}" y="{at}" width="{2 * half:.1f}" height="18"/>',
-                           text(x, at + 14, content,
-                                "small middle" + (" wrong" if op.wrong else ""))]
-                break
+        row = next((row for row in range(5) if content and all(
+            abs(x - at) > half + other for at, other in taken[row])), None)
+        if row is not None and gaps:
+            taken[row].append((x, half))
+            at = gaps[0] + 8 + 21 * row
+            labels += [f'<rect fill="{style.PALETTE["page"]}" opacity="0.85" x="{x - half:.1f}" '
+                       f'y="{at}" width="{2 * half:.1f}" height="18"/>',
+                       text(x, at + 14, content, "small middle" + " wrong" * op.wrong)]
     for lane in lanes:
         lines += lane_words(lane, axis)
     for p, at in heads:
@@ -722,68 +630,27 @@ def draw(run, title):
                      f"{html.escape(p.program)}, process {p.pid}</tspan></text>")
     lines += labels + list(axis_lines(axis, y))
     y += 34
-    told_ = [(f"✗ {finding(run, w)}", "wrong") for w in run.wrongs[:8]]
-    told_ += [(f"• {finding(run, w)}", "") for w in run.notes[:4]]
-    if len(run.wrongs) > 8:
-        told_.append((f"… and {len(run.wrongs) - 8} more, in trace.txt", "wrong"))
     if others:
-        told_.append((f"{plural(others, 'process')} more took part, and {'are' if others > 1 else 'is'}"
-                      " in trace.txt", ""))
-    for content, kind in told_:
-        for line in wrapped(content):
-            lines.append(text(12, y + 14, line, f"small {kind}".strip()))
-            y += 19
-        y += 4
-    return svg(lines, y + 10, title)
-
-
-def svg(lines, height, title):
-    import owner
+        lines.append(text(12, y + 14, f"{plural(others, 'process')} more in trace.txt", "small"))
+        y += 19
     # Of boxes that are a pixel wide, round corners would be all that is seen.
-    markers = "".join(owner.marker(kind) for kind in ("call", "data", "wrong")).replace(
-        'markerWidth="10" markerHeight="10"', 'markerWidth="8" markerHeight="8"')
-    body = "\n".join(f"  {line}" for line in lines)
-    return style.styled(f"""\
-<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:.0f}" width="{WIDTH}" \
-height="{height:.0f}" role="img">
-  <title>{html.escape(title)}</title>
-  <style>
-{style.SHEET}  rect[class] {{ rx: 3px; stroke-width: 1 }}
-  </style>
-  <defs>
-{markers}  </defs>
-
-{body}
-</svg>
-""")
+    return style.svg(html.escape(title), WIDTH, f"{y + 10:.0f}", ("call", "data", "wrong"), lines,
+                     "  rect[class] { rx: 3px; stroke-width: 1 }\n")
 
 
 def page(picture, lines, found, title):
-    def line(content):
-        kind = ' class="wrong"' if "WRONG: " in content else \
-            ' class="look"' if "look: " in content else ""
-        return f"<span{kind}>{html.escape(content)}</span>"
-
-    def list_(all_lines):
-        return "\n".join(map(line, all_lines))
+    lines, found = (html.escape("\n".join(all_lines)) for all_lines in (lines, found))
     return f"""<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <style>
 :root {{ color-scheme: light dark }}
-body {{ margin: 1em; font: 15px/1.4 Helvetica, Arial, "Liberation Sans", sans-serif }}
-.wide {{ overflow-x: auto }}
-.wide svg {{ max-width: 100%; min-width: 1000px; height: auto }}
-.wrong {{ color: #cf222e; font-weight: bold }} .look {{ color: #8a5a00 }}
-@media (prefers-color-scheme: dark) {{
-  body {{ background: #0d1117; color: #e6edf3 }}
-  .wrong {{ color: #ff7b72 }} .look {{ color: #d29922 }} }}
-pre {{ overflow-x: auto; font-size: 13px }} .found {{ white-space: pre-wrap }}
+svg {{ max-width: 100%; min-width: 1000px; height: auto }}
+pre {{ white-space: pre-wrap }}
 </style>
-<div class="wide">
-{picture}</div>
-<pre class="found">{list_(found)}</pre>
-<pre>{list_(lines)}</pre>
+{picture}
+<pre>{found}</pre>
+<pre>{lines}</pre>
 </html>
 """
 
@@ -794,7 +661,7 @@ def write(run, folder):
     lines, picture = trace(run), draw(run, title)
     shown = shortened(lines) if len(lines) > 2000 else lines
     for name, content in (("picture.svg", picture), ("trace.txt", "\n".join(lines) + "\n"),
-                          ("page.html", page(picture, shown, list(summary(run)), title))):
+                          ("page.html", page(picture, shown, summary(run), title))):
         with open(f"{folder}/{name}", "w", encoding="utf-8") as file:
             file.write(content)
     return lines

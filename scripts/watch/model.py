@@ -28,10 +28,7 @@ RECORD = struct.Struct("<QBBHI8Q")
 REMOTE = 1 << 12 | 1 << 13  # FI_REMOTE_READ, FI_REMOTE_WRITE
 HAS_IMM, INJECTED = 0x80, 0x20
 TRUNCATED = 265  # FI_ETRUNC
-# enum fi_op: those whose result is known from what they brought and what they found. A
-# swap is an ATOMIC_WRITE that fetches.
-SUM, JUST_READ, SWAP, COMPARE_SWAP = 2, 10, 11, 12
-FETCHES = 0x100
+SUM = 2  # FI_SUM
 
 
 class Thing:
@@ -63,19 +60,17 @@ class Op:
 
     def makes(self):
         """What it has made of a word, or None if that isn't known."""
-        if self.what != ATOMIC or not self.atomic & FETCHES or self.error or not self.t1:
+        if self.what != ATOMIC or self.error or not self.t1:
             return None
-        return {SUM: self.got + self.data & (1 << 64) - 1, JUST_READ: self.got, SWAP: self.data,
-                COMPARE_SWAP: self.data if self.got == self.expected else self.got
-                }.get(self.atomic & 0xff)
+        if self.atomic == SUM:
+            return self.got + self.data & (1 << 64) - 1
+        return self.data if self.got == self.expected else self.got  # compare and swap
 
 
 # ---- Reading ----
 
 def records(path):
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return
         # Of a process that was killed, the file is as large as it may be.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     at, size = 0, RECORD.size
@@ -127,7 +122,7 @@ def read_process(path):
             p.found.append(Thing(p=p, t=time, kind=kind, id=number, v=v))
         elif kind == TOUCH:
             p.touches.append(Thing(p=p, t0=time, t1=v[2], addr=v[0], size=v[1], into=bool(what),
-                                   op=p.ops.get(number), region=None))
+                                   region=None))
         elif kind == END:
             p.lost, p.status, p.ended = v[0], v[1], True
         elif kind == UNSEEN:
@@ -170,7 +165,7 @@ def place_ops(p):
     """Which region each buffer is in."""
     places, twins = Places(), {}
     for region in p.regions:
-        places.add(region.addr, max(region.size, 1), region)
+        places.at(region.addr, max(region.size, 1)).append(region)
         # The same memory may be registered several times: with each adapter of 11_rails.
         twin = twins.get((region.addr, region.size))
         region.twin = twin if twin and (twin.t1 is None or twin.t1 > region.t0) else region
@@ -200,25 +195,20 @@ class Places:
     def __init__(self):
         self.classes = {}
 
-    def add(self, at, size, thing):
+    def at(self, at, size):
+        """The list of what has exactly this place."""
         places, things = self.classes.setdefault(size.bit_length(), ([], {}))
         if (at, size) not in things:
             bisect.insort(places, (at, size))
-            things[at, size] = []
-        things[at, size].append(thing)
+        return things.setdefault((at, size), [])
 
-    def lists(self, at, size):
-        """The place of each that overlaps, and the list of what is there."""
+    def overlapping(self, at, size):
         for bits, (places, things) in self.classes.items():
             for i in range(bisect.bisect_left(places, (at - (1 << bits), 0)), len(places)):
                 if places[i][0] >= at + size:
                     break
-                if at < places[i][0] + places[i][1]:
-                    yield places[i], things[places[i]]
-
-    def overlapping(self, at, size):
-        for _, things in self.lists(at, size):
-            yield from things
+                if at < sum(places[i]):
+                    yield from things[places[i]]
 
 
 # ---- Who speaks to whom ----
@@ -241,26 +231,17 @@ def find_targets(run):
 
 
 def name_processes(run):
-    """Who speaks first is a client. Two who both do are peers, and so is one who does so to a
-    neighbour, and not to the other, as in a ring."""
+    """Who speaks first is a client. Peers have a rank: PROGRAM FOLDER RANK N."""
     for p in run.ps:
         first = min((op for op in p.ops.values() if op.what != RECV or op.t1 and not op.error),
                     key=lambda op: op.t1 if op.what == RECV else op.t0, default=None)
         p.role = "server" if first is None or first.what == RECV else "client"
-    speaker = {}  # of each pair
-    sent = [op for p in run.ps for op in p.ops.values() if op.target and op.target.p != p]
-    for op in sorted(sent, key=lambda op: op.t0):
-        speaker.setdefault(frozenset((op.p, op.target.p)), op.p)
-    spoken_to = {p for pair, first in speaker.items() for p in pair - {first}}
-    clients = {p for pair in speaker if all(p.role == "client" for p in pair) for p in pair}
-    for p in clients | spoken_to.intersection(speaker.values()):
-        p.role = "peer"
-    for role in "server", "client", "peer":
+        if re.match(r"(?![0-9a-f]{16})\S+ \d+ \d+\b", " ".join(p.arguments[1:])):
+            p.role, p.name = "peer", f"rank {p.arguments[2]}"
+    for role in "server", "client":
         alike = [p for p in run.ps if p.role == role]
         for number, p in enumerate(alike, 1):
             p.name = role if len(alike) == 1 else f"{role} {number}"
-            if role == "peer" and re.match(r"\d+ \d+\b", " ".join(p.arguments[2:])):
-                p.name = f"rank {p.arguments[2]}"  # PROGRAM FOLDER RANK N
 
 
 def message_names(source):
@@ -449,7 +430,6 @@ RULES = {
     "words": ("A word that atomic operations change is changed by nothing else", "10"),
     "region": ("A region, and its memory, outlive all that is in flight to or from them", "4"),
     "captured": ("What an operation's callback captures is in flight as well", "4"),
-    "end": ("What has not completed when its endpoint is closed may have happened, or not", "4"),
     "room": ("A message needs a RECV that waits for it, and is large enough", "4"),
     "failed": ("A failed operation has an owner who is told", "4"),
 }
@@ -539,11 +519,6 @@ class Finder:
             if op.error and op.errno != TRUNCATED and op.ep.t1 != op.t1:
                 self.wrong(p, op.t1, "failed", f"{label(self.run, op)} has failed: {op.error}",
                            op, sure=False, key=(op.what, op.error))
-        for ep in p.eps.values():
-            cut = [op for op in p.ops.values() if op.ep is ep and op.what != RECV and not op.t1]
-            if cut and ep.t1:
-                self.wrong(p, ep.t1, "end", f"{plural(len(cut), NAMES[cut[0].what])} had not "
-                           f"completed when endpoint {ep.number} was closed", cut[0], sure=False, key="cut")
 
     def numbers(self, region):
         """A number that was posted while other WRITEs to the same memory were in flight."""
@@ -559,18 +534,12 @@ class Finder:
                 continue
             if not heap:
                 continue
-            under_way = [item[2] for item in heap]
-            if op.what == ATOMIC:
-                self.wrong(op.p, op.t0, "number", f"an atomic operation was posted while "
-                           f"{plural(len(heap), 'WRITE')} to the same memory "
-                           f"{'were' if len(heap) > 1 else 'was'} in flight: who reads its word "
-                           "must not conclude that these are there", op, sure=False, key="word")
-                continue
-            self.wrong(region.p, op.notice or op.end, "number",
-                       f"number {op.imm} was posted while {plural(len(heap), 'WRITE')} to the "
-                       f"same memory {'were' if len(heap) > 1 else 'was'} in flight, and says "
-                       f"nothing about {'these' if len(heap) > 1 else 'it'}",
-                       region=region, ops=under_way, key="number")
+            were, these = ("were", "these") if len(heap) > 1 else ("was", "it")
+            what = op.name() if op.imm is None else f"number {op.imm}"
+            self.wrong(op.p if op.imm is None else region.p, op.notice or op.t0, "number",
+                       f"{what} was posted while {plural(len(heap), 'WRITE')} to the same memory "
+                       f"{were} in flight, and says nothing about {these}", region=region,
+                       ops=[item[2] for item in heap], sure=op.imm is not None, key=op.what)
 
     def conflicts(self, region):
         """Operations of the same bytes without an order, one of which changes them."""
@@ -578,80 +547,49 @@ class Finder:
         for op in region.remote:
             if op.error and not op.length:
                 continue
-            for (at, length), before in places.lists(op.offset, op.size):
-                for old in before:
-                    if old.what == op.what and op.what in (READ, ATOMIC):
-                        continue
-                    if {old.what, op.what} == {READ, ATOMIC}:
-                        continue
-                    if old.t1 and run.clocks.before(old.p, old.t1, op.p, op.t0):
-                        continue
-                    if not old.t1 and old.ep.t1 and old.ep.t1 <= op.t0:
-                        continue  # it was given up: chapter 11 sends such a page again
-                    if op.t1 and old.p is not op.p and run.clocks.before(op.p, op.t1, old.p,
-                                                                           old.t0):
-                        continue
-                    same = old.sum == op.sum if old.sum else old.p is op.p and old.addr == op.addr
-                    if old.what == op.what == WRITE and same and \
-                            (at, length) == (op.offset, op.size):
-                        continue  # the same bytes, or the same buffer
-                    self.conflict(region, old, op)
-            self.keep(places, op)
-
-    @staticmethod
-    def keep(places, op):
-        """Of each place, the last operations: those that may still be in flight, and one of
-        each process and kind that is over."""
-        found = [list_ for place, list_ in places.lists(op.offset, op.size)
-                 if place == (op.offset, op.size)]
-        if not found:
-            places.add(op.offset, op.size, op)
-            return
-        list_, = found
-        over = {}
-        for old in list_:
-            if old.t1 and old.t1 <= op.t0:
-                key = old.p, old.what
-                if key not in over or over[key].t1 < old.t1:
-                    over[key] = old
-        list_[:] = [*over.values(), *[o for o in list_ if not o.t1 or o.t1 > op.t0][-8:], op]
+            for old in places.overlapping(op.offset, op.size):
+                if WRITE not in (old.what, op.what):
+                    continue
+                if old.t1 and run.clocks.before(old.p, old.t1, op.p, op.t0):
+                    continue
+                if not old.t1 and old.ep.t1 and old.ep.t1 <= op.t0:
+                    continue  # it was given up: chapter 11 sends such a page again
+                if op.t1 and old.p is not op.p and run.clocks.before(op.p, op.t1, old.p, old.t0):
+                    continue
+                same = old.sum == op.sum if old.sum else old.p is op.p and old.addr == op.addr
+                if old.what == op.what and same and (old.offset, old.size) == (op.offset, op.size):
+                    continue  # the same bytes, or the same buffer
+                self.conflict(region, old, op)
+            # Of each place, the last ones are kept: those that may still be in flight, and
+            # one of each process and kind that is over.
+            there, over = places.at(op.offset, op.size), {}
+            for old in sorted((o for o in there if o.t1 and o.t1 <= op.t0), key=lambda o: o.t1):
+                over[old.p, old.what] = old
+            there[:] = [*over.values(), *[o for o in there if not o.t1 or o.t1 > op.t0][-8:], op]
 
     def conflict(self, region, old, op):
-        kinds = {old.what, op.what}
-        where = f"{size(op.size)} at {size(op.offset)} of region {region.id} of {region.p.name}"
-        if kinds == {ATOMIC, WRITE}:
-            self.wrong(op.p, op.t0, "words", f"{label(self.run, op)} and {label(self.run, old)}"
-                       f"{of(old, op)} change {where}, and neither is known to come first",
-                       op, region, ops=(old,), key="words")
-        elif kinds == {WRITE}:
-            self.wrong(op.p, op.t0, "writers", f"{label(self.run, op)} goes where "
-                       f"{label(self.run, old)}{of(old, op)} goes, {where}, "
-                       f"{still(old, op)}", op, region, ops=(old,), key="writers",
-                       sure=bool(old.sum or op.sum))  # in a GPU, the bytes may be the same
-        else:  # a READ and a WRITE
-            reader, writer = (op, old) if op.what == READ else (old, op)
-            mine = old.p is op.p
-            self.wrong(op.p, op.t0, "lent", f"{label(self.run, reader)}{of(reader, op)} takes "
-                       f"what {label(self.run, writer)}{of(writer, op)} changes, {where}, "
-                       f"{still(old, op)}" + ("" if mine else ": fine only if what was READ is "
-                                              "checked afterwards"),
-                       op, region, ops=(old,), sure=mine, key="read")
+        kinds, mine = {old.what, op.what}, old.p is op.p
+        read = READ in kinds
+        state = "which had completed, but nobody had said so" if old.t1 and old.t1 <= op.t0 else \
+            "which had not completed yet"
+        self.wrong(op.p, op.t0, "words" if ATOMIC in kinds else "lent" if read else "writers",
+                   f"{label(self.run, op)} goes where {label(self.run, old)}"
+                   f"{'' if mine else ' of ' + old.p.name} goes, {size(op.size)} at "
+                   f"{size(op.offset)} of region {region.id} of {region.p.name}, {state}"
+                   + ": fine only if what was READ is checked afterwards" * (read and not mine),
+                   # In a GPU, the bytes of two WRITEs may be the same.
+                   op, region, ops=(old,), sure=mine if read else bool(old.sum or op.sum),
+                   key="conflict")
 
     def touched(self, region):
         """Has the owner touched a place while a WRITE to it, or a READ of it, could come?"""
         run = self.run
-        for touch in region.touches:
-            op = touch.op
-            if op and (op.what in (RECV, READ) or touch.into):
-                self.wrong(region.p, touch.t0, "flight", f"the buffer of {label(run, op)} is "
-                           f"{'written' if touch.into else 'read'} while it is in flight: "
-                           f"{how(touch)}", op, key=("touch", op.what, touch.into))
         if not region.touches or not region.remote:
             return
         places = Places()
         for op in region.remote:
             if op.what != ATOMIC:
-                places.add(op.offset, op.size, op)
+                places.at(op.offset, op.size).append(op)
         for touch in region.touches:
             for op in places.overlapping(touch.addr - region.addr, touch.size):
                 if op.what == READ and not touch.into or op.error and not op.length:
@@ -661,20 +599,15 @@ class Finder:
                     continue
                 if run.clocks.before(touch.p, touch.t1, op.p, op.t0):
                     continue
-                verb = "written" if touch.into else "read"
                 if op.t0 > touch.t1:
-                    state = (f"it was posted {span(op.t0 - touch.t1)} later, although nothing that "
-                             "was sent after this touch had lent that place again")
-                elif not op.t1:
-                    state = "it never completed"
-                elif op.t1 > touch.t0:
-                    state = f"it completed {span(op.t1 - touch.t0)} later"
+                    state = "which was posted later, although nothing sent since had lent it again"
+                elif op.t1 and op.t1 <= touch.t0:
+                    state = "which had completed, but nobody had said so"
                 else:
-                    state = "it had completed, but nobody had said so"
-                at = touch.addr - region.addr
-                self.wrong(region.p, touch.t0, "lent", f"{size(touch.size)} at {size(at)} of "
-                           f"region {region.id} are {verb} while {label(run, op)} of {op.p.name} "
-                           f"may be in flight there: {state} ({how(touch)})", op, region,
+                    state = "which had not completed yet"
+                self.wrong(region.p, touch.t0, "lent", f"{how(touch)} of {size(touch.size)} at "
+                           f"{size(touch.addr - region.addr)} of region {region.id}, where "
+                           f"{label(run, op)} of {op.p.name} may be in flight, {state}", op, region,
                            key=("race", how(touch), op.what))
 
     def unsaved(self, region):
@@ -683,7 +616,7 @@ class Finder:
         saves = Places()
         for touch in region.touches:
             if not touch.into:
-                saves.add(touch.addr - region.addr, touch.size, touch)
+                saves.at(touch.addr - region.addr, touch.size).append(touch)
         last = {}
         for op in region.remote:
             if op.what != WRITE or op.error:
@@ -716,7 +649,7 @@ class Finder:
         readers = Places()
         for op in region.remote:
             if op.what != WRITE and not op.error:
-                readers.add(op.offset, op.size, op)
+                readers.at(op.offset, op.size).append(op)
         # Where a conversation was broken off, there was nothing to tell.
         cut = {op.ep for op in region.remote if not op.t1 or op.error}
         never = [op for op in region.remote if op.what == WRITE and op.t1 and not op.error and
@@ -724,16 +657,9 @@ class Finder:
                  not (op.target.t1 and op.target.t1 < op.t1) and
                  not any(run.clocks.when(op.p, op.t1, p) for p in run.ps if p is not op.p) and
                  not any(o.t0 >= op.t1 for o in readers.overlapping(op.offset, op.size))]
-        if not never:
-            return
-        op = never[0]
-        early = max((e for e in run.edges if e.a is op.p and e.b is region.p and e.op and
-                     op.t0 <= e.t0 < op.t1), key=lambda e: e.t0, default=None)
-        how = "" if not early else ": {} was posted while it was in flight".format(
-            label(run, early.op) if early.op.what == SEND else f"number {early.op.imm}")
         for op in never:
             self.wrong(op.p, op.t1, "told", f"{label(run, op)} had completed, but nothing that was "
-                       f"posted afterwards tells {region.p.name}, whose memory it is{how}", op,
+                       f"posted afterwards tells {region.p.name}, whose memory it is", op,
                        region, sure=False, key="untold")
 
 
@@ -742,16 +668,6 @@ def label(run, op):
     if op.what == SEND:
         return f"the SEND of {words(run, op)}"
     return f"a RECV of {size(op.size)}" if op.what == RECV else op.name()
-
-
-def of(op, other):
-    return f" of {op.p.name}" if op.p is not other.p else ""
-
-
-def still(old, op):
-    if old.t1 and old.t1 <= op.t0:
-        return "which had completed, but nobody had said so"
-    return "which had not completed yet"
 
 
 def how(touch):

@@ -42,15 +42,14 @@
 #include <map>
 #include <mutex>
 #include <string>
+#include <type_traits>
 #include <unordered_map>
 #include <utility>
 #include <vector>
 
 // Summing up buffers is most of what recording costs. xxHash does it as fast as memory is.
-#if __has_include(<xxhash.h>)
 #define XXH_INLINE_ALL
 #include <xxhash.h>
-#endif
 
 #define VISIBLE extern "C" __attribute__((visibility("default")))
 // A library behind this one may have functions of the same names.
@@ -69,7 +68,7 @@ enum Kind : uint8_t {
   kEndpointClosed,  //
   kPeer,            // number; text: its name
   kPost,  // data, size, peer, remote address, key, immediate data or operand, sum or
-          // expected word, fi_op with the bit below
+          // expected word, fi_op
   kNoRoom,  // for what; the same again until there is room isn't noted
   kComplete,  // length, immediate data, error, sum; text: the error, or the payload
   kNotice,   // immediate data, length
@@ -84,8 +83,6 @@ enum What : uint8_t { kSend = 1, kRecv, kWrite, kRead, kAtomic };
 
 // Bits beside What.
 constexpr uint8_t kHasImm = 0x80, kInjected = 0x20;
-// A bit beside an fi_op: its result is known.
-constexpr uint64_t kFetches = 0x100;
 
 struct Record {
   uint64_t time;  // ns, CLOCK_MONOTONIC, which all processes of a host share
@@ -100,10 +97,8 @@ Record* g_records = nullptr;
 size_t g_capacity = 0;
 std::atomic<size_t> g_next = 0;
 int g_file = -1;
-pid_t g_process = 0;
 
-// Of a longer text, the rest is not shown. A longer buffer is not copied, but summed up; of a
-// RECV, whose beginning a message may fill, the beginning is copied.
+// Of a longer text, the rest is not shown; of a longer buffer, there is only a sum.
 constexpr size_t kShown = 320, kCopied = 4096;
 
 uint64_t Now() {
@@ -135,7 +130,7 @@ void Log(uint64_t time, Kind kind, uint8_t what, uint16_t object, uint32_t id,
 
 // Writes the last record, with the status that the program ends with.
 void CloseFile(int status, void*) {
-  if (g_records == nullptr || getpid() != g_process) return;
+  if (g_records == nullptr) return;
   size_t next = g_next;
   // There is room for one more: see OpenFile.
   g_records[std::min(next, g_capacity)] = {
@@ -152,8 +147,7 @@ void OpenFile() {
   if (folder == nullptr || g_records != nullptr) return;
   std::string path =
       std::string(folder) + "/" + std::to_string(getpid()) + ".watch";
-  size_t bytes = static_cast<size_t>(std::max(Setting("WATCH_MB", 256), 1L))
-                 << 20;
+  size_t bytes = size_t(Setting("WATCH_MB", 256)) << 20;
   mkdir(folder, 0777);  // unless it is there
   g_file = open(path.c_str(), O_RDWR | O_CREAT | O_TRUNC | O_CLOEXEC, 0600);
   void* map = MAP_FAILED;
@@ -165,15 +159,13 @@ void OpenFile() {
             strerror(errno));
     return;
   }
-  g_process = getpid();
   g_capacity = bytes / sizeof(Record) - 1;
   g_records = static_cast<Record*>(map);
   char arguments[1000] = {};
   int fd = open("/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
-  ssize_t size = fd < 0 ? 0 : read(fd, arguments, sizeof(arguments));
-  if (fd >= 0) close(fd);
-  Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {}, arguments,
-      size_t(std::max<ssize_t>(size, 0)));
+  ssize_t size = read(fd, arguments, sizeof(arguments));
+  close(fd);
+  Log(Now(), kProcess, 0, 0, uint32_t(getpid()), {}, arguments, size_t(size));
   on_exit(CloseFile, nullptr);
 }
 
@@ -183,18 +175,17 @@ struct Region {
   uint32_t id;
   char* data;
   size_t size;
-  uint64_t access;
   bool device;  // memory that a processor can't read
   struct fi_ops* real;
 
-  bool Has(uintptr_t at) const {
-    return uintptr_t(data) <= at && at < uintptr_t(data) + size;
+  bool Has(uintptr_t at, size_t bytes = 1) const {
+    return uintptr_t(data) < at + bytes && at < uintptr_t(data) + size;
   }
 };
 
 struct Endpoint {
   uint16_t id;
-  uint16_t cq = 0, sent_cq = 0, av = 0;  // two queues, or twice the same
+  uint16_t cq = 0, av = 0;
   struct fi_ops* real = nullptr;
   struct fi_ops_msg* msg = nullptr;
   struct fi_ops_rma* rma = nullptr;
@@ -215,7 +206,6 @@ struct Op {
 
 struct Queue {
   uint16_t id;
-  size_t entry;  // bytes
   struct fi_ops_cq* real;
 };
 
@@ -225,22 +215,20 @@ struct AddressVector {
   struct fi_ops_av* real;
 };
 
-using Flight = std::multimap<uintptr_t, Op>;  // by their contexts
+struct Domain {
+  bool text;  // whether addresses are
+  struct fi_ops_domain* real;
+  struct fi_ops_mr* mr;
+};
 
 std::mutex g_mutex;
 std::unordered_map<struct fid*, Endpoint> g_endpoints;
 std::unordered_map<struct fid*, Queue> g_queues;
 std::unordered_map<struct fid*, AddressVector> g_avs;
 std::unordered_map<struct fid*, struct fi_ops_fabric*> g_fabrics;
-struct Domain {
-  bool text;  // whether addresses are
-  struct fi_ops_domain* real;
-  struct fi_ops_mr* mr;
-};
 std::unordered_map<struct fid*, Domain> g_domains;
 std::map<struct fid*, Region> g_regions;  // those that are open
-Flight g_flight;
-std::map<uintptr_t, uint32_t> g_buffers;  // what is in flight, by its address
+std::map<uintptr_t, Op> g_flight;         // by their contexts
 std::atomic<uintptr_t> g_lowest = UINTPTR_MAX,
                        g_highest = 0;  // of regions and contexts
 uint32_t g_ops = 0, g_region_count = 0;
@@ -248,25 +236,17 @@ uint16_t g_objects = 0;
 size_t g_name_size = 0;
 // How deep this thread is in libfabric: what that does itself is not the program's.
 thread_local int g_inside = 0;
-thread_local bool g_busy = false;  // with records of our own
 
-struct Lock {
-  Lock() : guard(g_mutex) { g_busy = true; }
-  ~Lock() { g_busy = false; }
-  std::lock_guard<std::mutex> guard;
+// Lives as long as libfabric, or we, work for this thread.
+struct Inside {
+  Inside() { ++g_inside; }
+  ~Inside() { --g_inside; }
 };
 
-// Sums up bytes.
-uint64_t Sum(const char* data, size_t size) {
-#ifdef XXH_INLINE_ALL
-  return XXH3_64bits(data, size);
-#else
-  uint64_t sum = size;
-  for (size_t i = 0; i < size; ++i)
-    sum = (sum ^ uint8_t(data[i])) * 0x100000001b3u;
-  return sum;
-#endif
-}
+struct Lock {
+  Inside inside;
+  std::lock_guard<std::mutex> guard{g_mutex};
+};
 
 Region* RegionOf(uintptr_t at) {
   for (auto& [fid, region] : g_regions) {
@@ -280,62 +260,35 @@ void Widen(uintptr_t low, uintptr_t high) {
   g_highest = std::max(g_highest.load(), high);
 }
 
-// Lives as long as libfabric works for this thread.
-struct Inside {
-  Inside() { ++g_inside; }
-  ~Inside() { --g_inside; }
-};
-
 // ---- Operations ----
 
 struct Remote {
   uint64_t addr = 0, key = 0;
   uint64_t data = 0;  // immediate data, or the operand of an atomic operation
   bool has_imm = false;
-  uint64_t atomic = 0;  // which one: enum fi_op, and a bit
+  uint64_t atomic = 0;  // which one: enum fi_op
   uint64_t expected = 0;
+  bool injected = false;
 };
+using Ep = struct fid_ep*;
 
 Op MakeOp(What what, const void* data, size_t size) {
   return {0, what, nullptr, static_cast<char*>(const_cast<void*>(data)), size};
 }
 
-// Keeps an operation that is in flight.
-void Fly(Op op, void* context) {
-  if (op.size > 0) g_buffers[uintptr_t(op.data)] = op.id;
-  if (context) Widen(uintptr_t(context), uintptr_t(context) + 1);
-  if (op.size > 0) Widen(uintptr_t(op.data), uintptr_t(op.data) + 1);
-  g_flight.emplace(uintptr_t(context), std::move(op));
-}
-
-// Takes one out that has completed.
-Flight::node_type Land(Flight::iterator it) {
-  const Op& op = it->second;
-  auto buffer = g_buffers.find(uintptr_t(op.data));
-  if (buffer != g_buffers.end() && buffer->second == op.id)
-    g_buffers.erase(buffer);
-  return g_flight.extract(it);
-}
-
-// Notes what a buffer is like. A message is always summed up: so model.py finds the RECV
-// that takes it.
-void Remember(Op& op) {
-  if (op.what == kRecv || (op.size <= kCopied && op.what != kRead))
-    op.copy.assign(op.data, op.data + std::min(op.size, kCopied));
-  if (op.what == kSend || op.what == kWrite) op.sum = Sum(op.data, op.size);
-}
-
 // Posts an operation, and writes it down. One that is injected has no completion, and its
 // buffer is the program's again at once.
-template <typename Call>
-ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
-             Remote remote, Call call, bool injected = false) {
+template <typename Table, typename... Types>
+ssize_t Post(Op op, fi_addr_t peer, void* context, Remote remote,
+             Table* Endpoint::*table, ssize_t (*Table::*function)(Ep, Types...),
+             Ep ep, std::type_identity_t<Types>... arguments) {
   Endpoint* endpoint = &g_endpoints.at(&ep->fid);
+  auto* real = (endpoint->*table)->*function;
   if (g_inside > 0)
-    return call(*endpoint);  // one function of libfabric calls another
+    return real(ep, arguments...);  // one function of libfabric calls another
   Inside inside;
   uint64_t time = Now();
-  ssize_t ret = call(*endpoint);
+  ssize_t ret = real(ep, arguments...);
   if (ret == -FI_EAGAIN) {
     if (!std::exchange(endpoint->refused, true))
       Log(time, kNoRoom, op.what, endpoint->id, 0, {});
@@ -351,10 +304,16 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
   }
   // What is behind a message was libfabric's until it had taken the buffer, so not before.
   bool readable = !op.device && op.size > 0 && op.what != kAtomic;
-  if (readable) Remember(op);
+  // The bytes of what is short or, of a RECV, of the beginning that a message may fill; and
+  // the sum of what may be long. That of a message leads model.py to the RECV that takes it.
+  if (readable &&
+      (op.what == kRecv || (op.size <= kCopied && op.what != kRead)))
+    op.copy.assign(op.data, op.data + std::min(op.size, kCopied));
+  if (readable && (op.what == kSend || op.what == kWrite))
+    op.sum = XXH3_64bits(op.data, op.size);
   if (op.what == kAtomic) op.sum = remote.expected;
   uint8_t bits = uint8_t(op.what | (remote.has_imm ? kHasImm : 0) |
-                         (injected ? kInjected : 0));
+                         (remote.injected ? kInjected : 0));
   Log(time, kPost, bits, endpoint->id, op.id,
       {uint64_t(op.data), op.size, peer, remote.addr, remote.key, remote.data,
        op.sum, remote.atomic},
@@ -364,19 +323,13 @@ ssize_t Post(struct fid_ep* ep, Op op, fi_addr_t peer, void* context,
     const char* error = fi_strerror(int(-ret));
     Log(Now(), kComplete, op.what, endpoint->id, op.id, {0, 0, uint64_t(-ret)},
         error, strlen(error));
-  } else if (!injected) {
+  } else if (!remote.injected) {
     Lock lock;
-    Fly(std::move(op), context);
+    if (context) Widen(uintptr_t(context), uintptr_t(context) + 1);
+    if (op.size > 0) Widen(uintptr_t(op.data), uintptr_t(op.data) + 1);
+    g_flight.insert_or_assign(uintptr_t(context), std::move(op));
   }
   return ret;
-}
-
-What WhatOf(uint64_t flags) {
-  if (flags & FI_RECV) return kRecv;
-  if (flags & FI_SEND) return kSend;
-  if (flags & FI_ATOMIC) return kAtomic;
-  if (flags & FI_WRITE) return kWrite;
-  return flags & FI_READ ? kRead : What{};
 }
 
 // Writes down where a buffer is not as it was when it was posted. Of a RECV, only what is
@@ -389,7 +342,8 @@ void CheckChange(const Op& op, uint16_t ep, size_t length, uint64_t time) {
     Log(time, kChanged, op.what, ep, op.id,
         {uint64_t(was - op.copy.begin()), uint8_t(*was), uint8_t(*is), 1});
   } else if (op.copy.empty() && (op.what == kSend || op.what == kWrite) &&
-             !op.device && op.size > 0 && Sum(op.data, op.size) != op.sum) {
+             !op.device && op.size > 0 &&
+             XXH3_64bits(op.data, op.size) != op.sum) {
     Log(time, kChanged, op.what, ep, op.id, {});
   }
 }
@@ -403,29 +357,16 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
     Log(time, kNotice, 0, queue.id, 0, {data, size});
     return;
   }
-  Flight::node_type node;
-  uint16_t ep;
-  {
+  auto node = [&] {
     Lock lock;
-    auto [begin, end] = g_flight.equal_range(uintptr_t(context));
-    auto found = end;
-    What what = WhatOf(flags);
-    // Of equal contexts, the one that was posted first.
-    for (auto it = begin; it != end; ++it) {
-      const Endpoint& from = *it->second.ep;
-      if ((it->second.what == kRecv ? from.cq : from.sent_cq) != queue.id)
-        continue;
-      if (what != What{} && it->second.what != what && !error) continue;
-      if (found == end || it->second.id < found->second.id) found = it;
-    }
-    if (found == end) return Log(time, kUnseen, what, queue.id, 0, {});
-    ep = found->second.ep->id;
-    node = Land(found);
-  }
+    return g_flight.extract(uintptr_t(context));
+  }();
+  if (!node) return Log(time, kUnseen, 0, queue.id, 0, {});
   const Op& op = node.mapped();
+  uint16_t ep = op.ep->id;
   uint64_t sum = 0;
   bool got = op.what == kRecv && !error && !op.device && op.size > 0;
-  if (got) sum = Sum(op.data, std::min(size, op.size));
+  if (got) sum = XXH3_64bits(op.data, std::min(size, op.size));
   bool word = op.what == kAtomic || (op.what == kRead && op.size == 8);
   if (word && !error && !op.device) memcpy(&sum, op.data, 8);
   if (!error) CheckChange(op, ep, size, time);
@@ -437,29 +378,15 @@ void Completed(const Queue& queue, void* context, uint64_t flags, size_t size,
 
 // ---- The functions of a completion queue ----
 
-// Looks at what libfabric has put into the program's buffer.
-ssize_t Entries(struct fid_cq* cq, const void* buffer, ssize_t count) {
-  const Queue& queue = g_queues.at(&cq->fid);
-  for (ssize_t i = 0; i < count && g_inside == 1; ++i) {
-    struct fi_cq_data_entry entry = {};
-    memcpy(&entry, static_cast<const char*>(buffer) + size_t(i) * queue.entry,
-           std::min(queue.entry, sizeof(entry)));
-    Completed(queue, entry.op_context, entry.flags, entry.len, entry.data);
-  }
-  return count;
-}
-
 ssize_t CqRead(struct fid_cq* cq, void* buffer, size_t count) {
   Inside inside;
-  return Entries(cq, buffer,
-                 g_queues.at(&cq->fid).real->read(cq, buffer, count));
-}
-ssize_t CqSread(struct fid_cq* cq, void* buffer, size_t count,
-                const void* until, int ms) {
-  Inside inside;
-  return Entries(
-      cq, buffer,
-      g_queues.at(&cq->fid).real->sread(cq, buffer, count, until, ms));
+  const Queue& queue = g_queues.at(&cq->fid);
+  ssize_t ret = queue.real->read(cq, buffer, count);
+  for (ssize_t i = 0; i < ret && g_inside == 1; ++i) {
+    const auto& entry = static_cast<const struct fi_cq_data_entry*>(buffer)[i];
+    Completed(queue, entry.op_context, entry.flags, entry.len, entry.data);
+  }
+  return ret;
 }
 ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
                   uint64_t flags) {
@@ -475,100 +402,71 @@ ssize_t CqReadErr(struct fid_cq* cq, struct fi_cq_err_entry* entry,
 
 // ---- The functions of an endpoint ----
 
-using Ep = struct fid_ep*;
+uint64_t Word(const void* data) {
+  uint64_t word;
+  memcpy(&word, data, sizeof(word));
+  return word;
+}
 
 ssize_t Recv(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
              void* context) {
-  return Post(ep, MakeOp(kRecv, data, size), peer, context, {},
-              [&](Endpoint& e) {
-                return e.msg->recv(ep, data, size, desc, peer, context);
-              });
+  return Post(MakeOp(kRecv, data, size), peer, context, {}, &Endpoint::msg,
+              &fi_ops_msg::recv, ep, data, size, desc, peer, context);
 }
 ssize_t Send(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
              void* context) {
-  return Post(ep, MakeOp(kSend, data, size), peer, context, {},
-              [&](Endpoint& e) {
-                return e.msg->send(ep, data, size, desc, peer, context);
-              });
+  return Post(MakeOp(kSend, data, size), peer, context, {}, &Endpoint::msg,
+              &fi_ops_msg::send, ep, data, size, desc, peer, context);
 }
 ssize_t Inject(Ep ep, const void* data, size_t size, fi_addr_t peer) {
-  return Post(
-      ep, MakeOp(kSend, data, size), peer, nullptr, {},
-      [&](Endpoint& e) { return e.msg->inject(ep, data, size, peer); }, true);
+  return Post(MakeOp(kSend, data, size), peer, nullptr, {.injected = true},
+              &Endpoint::msg, &fi_ops_msg::inject, ep, data, size, peer);
 }
 
 ssize_t Write(Ep ep, const void* data, size_t size, void* desc, fi_addr_t peer,
               uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, context, {addr, key},
-              [&](Endpoint& e) {
-                return e.rma->write(ep, data, size, desc, peer, addr, key,
-                                    context);
-              });
+  return Post(MakeOp(kWrite, data, size), peer, context, {addr, key},
+              &Endpoint::rma, &fi_ops_rma::write, ep, data, size, desc, peer,
+              addr, key, context);
 }
 ssize_t WriteData(Ep ep, const void* data, size_t size, void* desc,
                   uint64_t imm, fi_addr_t peer, uint64_t addr, uint64_t key,
                   void* context) {
-  return Post(ep, MakeOp(kWrite, data, size), peer, context,
-              {addr, key, imm, true}, [&](Endpoint& e) {
-                return e.rma->writedata(ep, data, size, desc, imm, peer, addr,
-                                        key, context);
-              });
+  return Post(MakeOp(kWrite, data, size), peer, context, {addr, key, imm, true},
+              &Endpoint::rma, &fi_ops_rma::writedata, ep, data, size, desc, imm,
+              peer, addr, key, context);
 }
 ssize_t Read(Ep ep, void* data, size_t size, void* desc, fi_addr_t peer,
              uint64_t addr, uint64_t key, void* context) {
-  return Post(ep, MakeOp(kRead, data, size), peer, context, {addr, key},
-              [&](Endpoint& e) {
-                return e.rma->read(ep, data, size, desc, peer, addr, key,
-                                   context);
-              });
+  return Post(MakeOp(kRead, data, size), peer, context, {addr, key},
+              &Endpoint::rma, &fi_ops_rma::read, ep, data, size, desc, peer,
+              addr, key, context);
 }
 
-// Whether an atomic operation is about one integer of 64 bits.
-bool IsWord(enum fi_datatype type, size_t count) {
-  return count == 1 && (type == FI_UINT64 || type == FI_INT64);
-}
-
-// What is known of an atomic operation, and what it brings.
-Remote AtomicOf(uint64_t addr, uint64_t key, uint64_t what, const void* operand,
-                const void* expected = nullptr) {
-  Remote remote = {.addr = addr, .key = key, .atomic = what};
-  if (operand && (what & 0xff) != FI_ATOMIC_READ)
-    memcpy(&remote.data, operand, sizeof(remote.data));
-  if (expected) memcpy(&remote.expected, expected, sizeof(remote.expected));
-  return remote;
-}
-
-// Its buffer is that of its result.
+// Its buffer is that of its result. All are about one integer of 64 bits.
 ssize_t Fetch(Ep ep, const void* data, size_t count, void* desc, void* result,
               void* rdesc, fi_addr_t peer, uint64_t addr, uint64_t key,
               enum fi_datatype type, enum fi_op what, void* context) {
-  auto call = [&](Endpoint& e) {
-    return e.atomic->readwrite(ep, data, count, desc, result, rdesc, peer, addr,
-                               key, type, what, context);
-  };
-  if (!IsWord(type, count)) return call(g_endpoints.at(&ep->fid));
-  return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
-              AtomicOf(addr, key, what | kFetches, data), call);
+  return Post(MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
+              {addr, key, Word(data), false, what}, &Endpoint::atomic,
+              &fi_ops_atomic::readwrite, ep, data, count, desc, result, rdesc,
+              peer, addr, key, type, what, context);
 }
 ssize_t Compare(Ep ep, const void* data, size_t count, void* desc,
                 const void* expected, void* edesc, void* result, void* rdesc,
                 fi_addr_t peer, uint64_t addr, uint64_t key,
                 enum fi_datatype type, enum fi_op what, void* context) {
-  auto call = [&](Endpoint& e) {
-    return e.atomic->compwrite(ep, data, count, desc, expected, edesc, result,
-                               rdesc, peer, addr, key, type, what, context);
-  };
-  if (!IsWord(type, count)) return call(g_endpoints.at(&ep->fid));
-  return Post(ep, MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
-              AtomicOf(addr, key, what | kFetches, data, expected), call);
+  return Post(MakeOp(kAtomic, result, sizeof(uint64_t)), peer, context,
+              {addr, key, Word(data), false, what, Word(expected)},
+              &Endpoint::atomic, &fi_ops_atomic::compwrite, ep, data, count,
+              desc, expected, edesc, result, rdesc, peer, addr, key, type, what,
+              context);
 }
 
 int EndpointBind(struct fid* fid, struct fid* other, uint64_t flags) {
   Endpoint& endpoint = g_endpoints.at(fid);
-  if (auto cq = g_queues.find(other); cq != g_queues.end()) {
-    if (flags & FI_RECV) endpoint.cq = cq->second.id;
-    if (flags & FI_TRANSMIT) endpoint.sent_cq = cq->second.id;
-  }
+  if (auto cq = g_queues.find(other); cq != g_queues.end())
+    endpoint.cq = cq->second.id;
   if (auto av = g_avs.find(other); av != g_avs.end())
     endpoint.av = av->second.id;
   return endpoint.real->bind(fid, other, flags);
@@ -611,12 +509,8 @@ int EndpointClose(struct fid* fid) {
   int ret = endpoint.real->close(fid);
   if (ret != 0) return ret;
   Lock lock;
-  auto open = std::erase_if(g_flight, [&](const auto& item) {
-    const Op& op = item.second;
-    if (op.ep != &endpoint) return false;
-    g_buffers.erase(uintptr_t(op.data));
-    return true;
-  });
+  auto open = std::erase_if(
+      g_flight, [&](const auto& item) { return item.second.ep == &endpoint; });
   Log(Now(), kEndpointClosed, 0, endpoint.id, 0, {uint64_t(open)});
   // Whoever reads the queue now gets nothing of it, and its address may soon be another's.
   g_endpoints.erase(fid);
@@ -651,7 +545,7 @@ int Registered(struct fid_mr** mr, const void* data, size_t size,
   auto* at = static_cast<char*>(const_cast<void*>(data));
   struct fid* fid = &(*mr)->fid;
   uint32_t id = ++g_region_count;
-  g_regions[fid] = {id, at, size, access, device, Replace(fid->ops)};
+  g_regions[fid] = {id, at, size, device, Replace(fid->ops)};
   fid->ops->close = RegionClose;
   Widen(uintptr_t(at), uintptr_t(at) + size);
   Log(Now(), kRegion, 0, 0, id,
@@ -674,6 +568,7 @@ int Reg(struct fid* domain, const void* data, size_t size, uint64_t access,
                                          key, flags, mr, context);
   return Registered(mr, data, size, access, false, ret);
 }
+
 // ---- What else touches memory ----
 
 bool IsWatched(uintptr_t at, size_t size) {
@@ -684,23 +579,18 @@ bool IsWatched(uintptr_t at, size_t size) {
 // of an operation that is.
 void Freed(const void* data, size_t size) {
   auto at = uintptr_t(data);
-  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0 || g_busy)
-    return;
+  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0) return;
   Lock lock;
   for (auto& [fid, region] : g_regions) {
-    if (region.device || uintptr_t(region.data) + region.size <= at ||
-        at + size <= uintptr_t(region.data)) {
-      continue;
-    }
-    Log(Now(), kFreed, 0, 0, region.id, {});
+    if (!region.device && region.Has(at, size))
+      Log(Now(), kFreed, 0, 0, region.id, {});
   }
-  for (auto op = g_flight.lower_bound(at);
-       op != g_flight.end() && op->first < at + size; ++op) {
-    Log(Now(), kFlying, op->second.what, op->second.ep->id, op->second.id, {2});
-  }
-  for (auto op = g_buffers.lower_bound(at);
-       op != g_buffers.end() && op->first < at + size; ++op) {
-    Log(Now(), kFlying, 0, 0, op->second, {1});
+  for (auto& [context, op] : g_flight) {
+    bool record = at <= context && context < at + size;
+    bool buffer = op.size > 0 && at <= uintptr_t(op.data) &&
+                  uintptr_t(op.data) < at + size;
+    if (record || buffer)
+      Log(Now(), kFlying, op.what, op.ep->id, op.id, {record ? 2u : 1u});
   }
 }
 
@@ -720,20 +610,12 @@ VISIBLE int munmap(void* data, size_t size) {
 template <typename Call>
 ssize_t File(const void* data, size_t size, uint8_t into, Call call) {
   auto at = uintptr_t(data);
-  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0 || g_busy)
+  if (g_records == nullptr || !IsWatched(at, size) || g_inside > 0)
     return call();
-  bool registered;
-  uint32_t flying = 0;
-  {
-    Lock lock;
-    registered = RegionOf(at) != nullptr;
-    if (auto op = g_buffers.find(at); op != g_buffers.end())
-      flying = op->second;
-  }
-  if (!registered) return call();
   uint64_t time = Now();
   ssize_t ret = call();
-  Log(time, kTouch, into, 0, flying, {at, size, Now()});
+  Lock lock;
+  if (RegionOf(at)) Log(time, kTouch, into, 0, 0, {at, size, Now()});
   return ret;
 }
 VISIBLE ssize_t pread(int fd, void* data, size_t size, off_t at) {
@@ -744,6 +626,7 @@ VISIBLE ssize_t pwrite(int fd, const void* data, size_t size, off_t at) {
   static auto* real = Next("pwrite", pwrite);
   return File(data, size, 0, [&] { return real(fd, data, size, at); });
 }
+
 // ---- Opening ----
 
 int AvInsert(struct fid_av* av, const void* address, size_t count,
@@ -789,13 +672,10 @@ int OpenCq(struct fid_domain* domain, struct fi_cq_attr* attr,
   Inside inside;
   int ret = g_domains.at(&domain->fid).real->cq_open(domain, attr, cq, context);
   if (ret != 0 || g_inside > 1) return ret;
-  size_t sizes[] = {8, 8, sizeof(struct fi_cq_msg_entry),
-                    sizeof(struct fi_cq_data_entry),
-                    sizeof(struct fi_cq_tagged_entry)};
-  g_queues[&(*cq)->fid] = {++g_objects, sizes[attr->format],
-                           Replace((*cq)->ops)};
+  if (attr->format != FI_CQ_FORMAT_DATA)
+    Die("a queue without FI_CQ_FORMAT_DATA");
+  g_queues[&(*cq)->fid] = {++g_objects, Replace((*cq)->ops)};
   (*cq)->ops->read = CqRead;
-  (*cq)->ops->sread = CqSread;
   (*cq)->ops->readerr = CqReadErr;
   return 0;
 }

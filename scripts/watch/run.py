@@ -4,6 +4,7 @@ and shows who owned what when, and what was wrong in that (make watch-6, make wa
 make watch-mine).
 
 Usage: scripts/watch/run.py [-o FOLDER] [-q] [-t SECONDS] PROGRAM [CLIENT_ARGUMENT...]
+       scripts/watch/run.py FOLDER [SOURCE]    what was recorded by hand
   -o  where the records and pictures go (build/watch/NAME)
   -q  prints only what was found
   -t  seconds, after which both are ended (60)
@@ -32,6 +33,9 @@ import draw  # noqa: E402
 import model  # noqa: E402
 
 BUILD = os.environ.get("BUILD") or "build"
+# Arguments of clients: as much as a picture can show.
+SMALL = {"7": ["4096", "500", "1"], "8": ["4"], "10": ["3"], "11": ["4096", "500", "1"],
+         "13": ["3", "20"], "14": ["4096", "500", "1"]}
 
 
 class Running:
@@ -41,7 +45,7 @@ class Running:
         preload = [os.path.abspath(f"{BUILD}/watch.so"), *behind, os.environ.get("LD_PRELOAD", "")]
         env = {"STRICT_DIR": scratch, **os.environ, "WATCH": folder,
                "LD_PRELOAD": " ".join(preload).strip()}
-        self.lines = []
+        self.lines, self.quiet = [], quiet
         self.popen = subprocess.Popen(command, env=env, universal_newlines=True, errors="replace",
                                       stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         self.thread = threading.Thread(target=self.read, args=(name, quiet), daemon=True)
@@ -57,113 +61,85 @@ class Running:
                 quiet = True
                 _thread.interrupt_main()
 
-    def address(self):
-        """What the server has printed for its clients, or None."""
-        lines = list(self.lines)
-        for before, line in zip(lines, lines[1:]):
-            if before.startswith("Run the client"):
-                return re.search(r"\b[0-9a-f]{16,}\b", line)[0]
-        return None
+    def address(self, end):
+        """Waits for what the server prints for its clients."""
+        while True:
+            lines = list(self.lines)
+            for before, line in zip(lines, lines[1:]):
+                if before.startswith("Run the client"):
+                    return re.search(r"\b[0-9a-f]{16,}\b", line)[0]
+            if self.popen.poll() is not None or time.monotonic() > end:
+                self.popen.terminate()
+                sys.exit("\n".join([*self.lines * self.quiet, (
+                    "error: the server has printed no address. Start the processes by hand, each "
+                    "with WATCH=build/run1 LD_PRELOAD=build/watch.so in front, and then type: "
+                    "make watch DIR=build/run1")]))
+            time.sleep(0.02)
 
-    def end(self, seconds):
-        """Waits for it, and ends it at last: as Ctrl-C does, then for good."""
+    def end(self):
+        """Waits for its end, and kills it at last."""
         try:
-            self.popen.wait(max(seconds, 0.1))
+            self.popen.wait(10)
         except subprocess.TimeoutExpired:
-            self.popen.terminate()
-            try:
-                self.popen.wait(5)
-            except subprocess.TimeoutExpired:
-                self.popen.kill()
-                self.popen.wait()
+            self.popen.kill()
+            self.popen.wait()
         self.thread.join(5)
 
 
-def run(options, folder, scratch):
-    """Runs them all. Returns the first client's status that is not 0, or 0."""
-    name = os.path.basename(options.program)
-    arguments, server_arguments = options.arguments, []
-    count = int(os.environ.get("CLIENTS") or 1)
-    # As much as a picture can show.
-    small = {"7_": ["4096", "500", "1"], "11_": ["4096", "500", "1"], "8_": ["4"], "10_": ["3"],
-             "13_": ["3", "20"], "14_": ["4096", "500", "1"]}
-    if not arguments:
-        arguments = next((some for start, some in small.items()
-                          if name.replace(".", "_").startswith(start)), [])
-    if name.replace(".", "_").startswith("9_"):
+def run(options, folder, scratch, source):
+    """Runs them all. Returns the first status that is not 0, or 0."""
+    number = re.match(r"\d*", os.path.basename(options.program))[0]
+    arguments, server_arguments = options.arguments or SMALL.get(number, []), []
+    if number == "9":
         server_arguments = [os.path.join(scratch, "received")]
         os.mkdir(server_arguments[0])
         if not arguments:
             arguments = [os.path.join(scratch, "demo.bin")]
-            source = source_of(options.program)  # the first moves have only one slot
-            if not source or "[SLOTS]" in pathlib.Path(source).read_text(encoding="utf-8"):
-                arguments.append("4")  # few: one can follow each of them
+            # Few slots: one can follow each of them. The first moves have only one.
+            arguments += ["4"] * ("[SLOTS]" in source)
             with open(arguments[0], "wb") as file:
                 file.write(os.urandom(12_000_000))
     end = time.monotonic() + options.t
-    server = Running([options.program, *server_arguments], "server", folder, scratch, options.q)
-    clients = []
+    count = int(os.environ.get("CLIENTS") or 0)
+    servers, clients = [], []
+
+    def start(name, *command):
+        return Running([options.program, *command], name, folder, scratch, options.q)
     try:
-        while server.address() is None:
-            if server.popen.poll() is not None or time.monotonic() > end:
-                server.end(0)
-                if options.q:
-                    print(*server.lines, sep="\n", file=sys.stderr)
-                sys.exit("error: the server has printed no address. Start the processes by hand, "
-                         "each with WATCH=build/run1 LD_PRELOAD=build/watch.so in front, and then "
-                         "type: make watch DIR=build/run1")
-            time.sleep(0.02)
-        command = [options.program, server.address(), *arguments]
-        for number in range(count):
-            label = "client" if count == 1 else f"client {number + 1}"
-            clients.append(Running(command, label, folder, scratch, options.q))
+        if "FOLDER RANK N" in source:
+            count = count or 3
+            clients += [start(f"rank {rank}", f"{scratch}/run", str(rank), str(count),
+                              *(arguments or ["1000000"])) for rank in range(count)]
+        else:
+            servers.append(start("server", *server_arguments))
+            address = servers[0].address(end)
+            clients += [start(f"client {i + 1}" if count > 1 else "client", address, *arguments)
+                        for i in range(count or 1)]
         for client in clients:
-            client.end(end - time.monotonic())
+            client.popen.wait(max(end - time.monotonic(), 0.1))
         time.sleep(0.2)  # what the server still has to do for them
-    except KeyboardInterrupt:
-        pass  # what there is, is drawn
-    finally:
-        for process in (*clients, server):
-            if process.popen.poll() is None:
-                process.popen.terminate()
-        for process in (*clients, server):
-            process.end(10)
-    return next((client.popen.returncode for client in clients if client.popen.returncode), 0)
-
-
-def run_peers(options, folder, scratch):
-    """Runs the ranks of a program like 15_ring. Returns the first status that is not 0."""
-    count = int(os.environ.get("CLIENTS") or 3)
-    ranks = [Running([options.program, os.path.join(scratch, "run"), str(rank), str(count),
-                      *(options.arguments or ["1000000"])],
-                     f"rank {rank}", folder, scratch, options.q) for rank in range(count)]
-    end = time.monotonic() + options.t
-    try:
-        for rank in ranks:
-            rank.popen.wait(max(end - time.monotonic(), 0.1))
     except (KeyboardInterrupt, subprocess.TimeoutExpired):
         pass  # what there is, is drawn
     finally:
-        for rank in ranks:
-            rank.popen.terminate()
-        for rank in ranks:
-            rank.end(10)
-    return next((rank.popen.returncode for rank in ranks if rank.popen.returncode), 0)
+        for process in clients + servers:
+            process.popen.terminate()
+        for process in clients + servers:
+            process.end()
+    return next((client.popen.returncode for client in clients if client.popen.returncode), 0)
 
 
 def show(folder, source, quiet=False):
     """Draws the run in a folder, and prints what was found. Returns whether a rule was
-    broken. Without a source, takes that of the program that was recorded."""
-    found = model.load(folder, source or recorded(folder))
+    broken."""
+    found = model.load(folder, source)
     if found is None:
         sys.exit(f"error: {folder} has no records: was WATCH set to it, and LD_PRELOAD to "
                  f"{BUILD}/watch.so?")
     lines = draw.write(found, folder)
     if not quiet:
-        print()
         short = draw.shortened(lines)
         limit = 100
-        print(*short[:limit], sep="\n")
+        print("", *short[:limit], sep="\n")
         if len(short) > limit:
             print(f"{'':15}  … and {len(short) - limit} lines more; all are in {folder}/trace.txt")
         print()
@@ -185,13 +161,10 @@ def recorded(folder):
 
 
 def source_of(program):
-    """The source of a program, of the one whose variant it is, or of a move."""
-    name = os.path.basename(program)
-    for candidate in (f"{os.path.dirname(program)}/{name}.cpp", f"src/{name}.cpp",
-                      f"{os.path.dirname(program)}/moves/src/{name}.cpp"):
-        if os.path.exists(candidate):
-            return candidate
-    return ""
+    """The source of a program, of the one whose variant it is, or of a move; or ""."""
+    folder, name = os.path.split(program)
+    return next((path for path in (f"{folder}/{name}.cpp", f"src/{name}.cpp",
+                                   f"{folder}/moves/src/{name}.cpp") if os.path.exists(path)), "")
 
 
 def main():
@@ -202,22 +175,20 @@ def main():
     parser.add_argument("program")
     parser.add_argument("arguments", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    if not os.path.exists(options.program):  # a folder of records: make watch DIR=...
+    if not os.path.exists(options.program):
         sys.exit(f"error: there is no {options.program}")
-    if os.path.isdir(options.program):
-        sys.exit(show(options.program, "".join(options.arguments), options.q))
+    if os.path.isdir(options.program):  # make watch DIR=...
+        source = "".join(options.arguments) or recorded(options.program)
+        sys.exit(show(options.program, source, options.q))
     folder = options.o or f"{BUILD}/watch/{os.path.basename(options.program)}"
     os.makedirs(folder, exist_ok=True)
     for old in glob.glob(f"{folder}/*.watch"):
         os.unlink(old)
-    scratch = tempfile.mkdtemp()
-    try:
-        source = source_of(options.program)
-        peers = source and "FOLDER RANK N" in pathlib.Path(source).read_text(encoding="utf-8")
-        status = (run_peers if peers else run)(options, folder, scratch)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    wrong = show(folder, source_of(options.program), options.q)
+    source = source_of(options.program)
+    with tempfile.TemporaryDirectory() as scratch:
+        status = run(options, folder, scratch,
+                     source and pathlib.Path(source).read_text(encoding="utf-8"))
+    wrong = show(folder, source, options.q)
     if status and not wrong:
         print("The client has failed, and this run shows no reason. Try what is not seen in it.")
     sys.exit(1 if wrong else status)

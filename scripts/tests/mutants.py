@@ -99,7 +99,7 @@ TEXTS = {
         "if (entry.op_context == nullptr && entry.err == 0) {",
         "test_messages.py test_memory_that_is_not_there and 7_queue and shm"),
     "length": ("4_hello", "done.len = std::min(len, done.len);", "done.len = len;",
-        "test_reorder.py test_truncated"),
+        "test_strict.py test_truncated"),
     "known": ("5_reverse", "FiCheck(known ? 0 : -FI_EINVAL,", "FiCheck(known ? 0 : 0,",
         "test_failures.py test_address_of_another_provider and 5_reverse"),
     "no-immediate-data": ("6_write", "if (info->domain_attr->cq_data_size < sizeof(uint32_t)) {",
@@ -195,9 +195,9 @@ TEXTS = {
         "filled = imm_data != 0;",
         "test_messages.py test_interrupted_while_waiting and 6_write and default"),
     "last-write-of-6": ("6_write", "      if (last && source->in_flight > 0) return;\n", "",
-        "test_reorder.py test_late_writes and 6_write"),
+        "test_strict.py test_last_write and 6_write"),
     "last-write-of-7": ("7_queue", "(last ? 1 : most)", "most",
-        "test_reorder.py test_late_writes and 7_queue"),
+        "test_strict.py test_last_write and 7_queue"),
     "bytes-in-flight": ("7_queue", "std::clamp(kMaxOutstandingBytes / request.page_size,",
         "std::clamp(kMaxOutstandingWrites,",
         "test_inside.py test_server_of_a_queue and flight and default"),
@@ -218,7 +218,7 @@ TEXTS = {
         "    static uint64_t key = 0;\n"
         "    return ++key;", "test_strangers.py test_memory_of_a_client and 6_write"),
     "key-size": ("6_write", "    return key >> (64 - 8 * info->domain_attr->mr_key_size);",
-        "    return key;", "test_reorder.py test_short_keys"),
+        "    return key;", "test_strict.py test_short_keys"),
     "virtual-addresses": ("6_write",
         "  if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
         "  if (domain.info == nullptr) {", "test_programs.py test_data and 6_write and shm"),
@@ -289,7 +289,7 @@ TEXTS = {
     "drain": ("8_malloc", "!g_interrupted && done()", "done()", "test_malloc.py test_interrupted"),
     "read-what-was-written": ("8_malloc",
         "  client.WaitForAll(pool.buf);\n"
-        '  printf("Filled', '  printf("Filled', "test_malloc.py test_late_writes"),
+        '  printf("Filled', '  printf("Filled', "test_strict.py test_rules and 8_malloc and not gpu"),
     "place-in-flight": ("8_malloc",
         "                [&pool, offset] { pool.allocator.Free(offset); });\n",
         "                [] {});\n"

@@ -11,7 +11,7 @@ import sys
 import pytest
 
 import chapters
-from harness import BUILD, PROGRAMS, address_of
+from harness import BUILD, PROGRAMS, address_of, under_strict
 from repository import ROOT, build_source, patched, programs, variant
 
 MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
@@ -80,14 +80,6 @@ class Made:
         return self.server.output.splitlines()[-1]
 
 
-def preload(library):
-    return {"LD_PRELOAD": os.path.join(ROOT, BUILD, library)}
-
-
-def strict(run):
-    return {**preload("strict.so"), "STRICT_DIR": run.new_folder()}
-
-
 RULES = r"^strict: seen .* rules broken: (\d+) "
 
 
@@ -139,7 +131,7 @@ def test_greedy(run):
 @pytest.mark.thorough
 def test_feed(run):
     """Each item comes once, and as it was made, on a network without order."""
-    feed = Made(run, "feed", **strict(run))
+    feed = Made(run, "feed", **under_strict(run))
     clients = [feed.start(slots, "300") for slots in ("1", "8")]
     for client in clients:
         assert client.wait() == 0, client.output
@@ -153,7 +145,7 @@ def test_feed(run):
 def test_feed_without_ours(run):
     """The sum is right all the same, but strict.so finds it."""
     # The server hears of its WRITEs late, and its client of everything at once.
-    feed = Made(run, "feed", WITHOUT_OURS(), **strict(run), STRICT_CQ_DELAY_US="50000")
+    feed = Made(run, "feed", WITHOUT_OURS(), **under_strict(run), STRICT_CQ_DELAY_US="50000")
     client = feed.start("8", "500", STRICT_CQ_DELAY_US="0", STRICT_DELAY_US="0")
     assert client.wait() == 0, client.output
     feed.stop()
@@ -183,7 +175,7 @@ def test_feed_without_ours_watched(run):
 @pytest.mark.thorough
 def test_feed_without_credit(run):
     """The client finds it, or the server, and strict.so does not."""
-    feed = Made(run, "feed", WITHOUT_CREDIT(), **strict(run))
+    feed = Made(run, "feed", WITHOUT_CREDIT(), **under_strict(run))
     client = feed.start("8", "2000")
     assert client.wait() == 1
     assert ("error: the sum is not correct" in client.output

@@ -9,9 +9,8 @@
 // process that is killed leaves all that it has recorded. One thread posts and reads
 // completions, as in all programs here; others may read and write files.
 //
-// As in scripts/tests/reorder.cpp, each object of libfabric gets its own copies of its
-// tables of functions. Behind strict.so or reorder.so, if LD_PRELOAD names these after
-// watch.so, it sees what the program sees. Of the calls that post, it knows those that the
+// Each object of libfabric gets its own copies of its tables of functions. In front of
+// strict.so, if LD_PRELOAD names that after watch.so, it sees what the program sees. Of the calls that post, it knows those that the
 // tutorial makes, with one buffer or one word; what others have posted is counted as it
 // completes.
 

@@ -178,12 +178,10 @@ uint64_t Random(uint64_t below) { return g_random() % below; }
 
 bool Percent(long percent) { return static_cast<long>(Random(100)) < percent; }
 
-Clock::time_point After(uint64_t us) {
-  return Clock::now() + std::chrono::microseconds(us);
-}
-
-Clock::time_point Later(long us) {
-  return After(Random(static_cast<uint64_t>(us) + 1));
+Clock::time_point Later(long us, bool exactly = false) {
+  auto delay = static_cast<uint64_t>(us);
+  return Clock::now() +
+         std::chrono::microseconds(exactly ? delay : Random(delay + 1));
 }
 
 // Returns a number that no other process has, whatever the seed.
@@ -236,10 +234,8 @@ void Use(const Object& object) {
 
 // Begins each fi_close.
 void BeginClose(Object& object) {
-  size_t users = object.users + object.endpoints.size();
-  Broken(users > 0, "order",
-         std::string(object.kind) + " is closed while " +
-             std::to_string(users) + " others use it");
+  Broken(object.users + object.endpoints.size() > 0, "order",
+         std::string(object.kind) + " is closed while others use it");
   object.open = false;
   --g_open;
   if (object.parent != nullptr) --object.parent->users;
@@ -251,7 +247,7 @@ struct Wrapper : Fid, Object {
   using Base = Fid;
   Fid* real = nullptr;  // of a region, only if somebody else may use it
 
-  Wrapper(const char* kind, size_t fclass, struct fi_ops* ops, Object* parent)
+  Wrapper(const char* kind, size_t fclass, fi_ops* ops, Object* parent)
       : Fid{.fid = {.fclass = fclass, .ops = ops}}, Object{kind, parent} {}
 
   // Begins its life, if the provider has opened its own object. Returns what that
@@ -287,7 +283,7 @@ int Close(struct fid* fid) {
 
 // Those whose end needs no more than that.
 template <typename T>
-struct fi_ops g_ops = {.size = sizeof(g_ops<T>), .close = Close<T>};
+fi_ops g_ops = {.size = sizeof(g_ops<T>), .close = Close<T>};
 
 // A call that none of our programs makes says so, instead of jumping to nowhere.
 template <typename Table>
@@ -327,19 +323,6 @@ struct GpuMemory {
 };
 std::map<char*, GpuMemory> g_gpu_memory;
 
-// Returns the GPU memory that `address` is in, or the end of the map.
-auto FindGpuMemory(const void* address) {
-  auto* at = static_cast<char*>(const_cast<void*>(address));
-  auto it = g_gpu_memory.upper_bound(at);
-  if (it == g_gpu_memory.begin()) return g_gpu_memory.end();
-  --it;
-  return at < it->first + it->second.size ? it : g_gpu_memory.end();
-}
-
-bool IsGpuMemory(const void* address) {
-  return FindGpuMemory(address) != g_gpu_memory.end();
-}
-
 extern "C" void strict_gpu_memory(void* data, void* alias, size_t size) {
   g_gpu_memory[static_cast<char*>(data)] = {static_cast<char*>(alias), size};
 }
@@ -351,9 +334,13 @@ extern "C" void strict_gpu_memory_freed(void* data) {
 // Returns where we can read and write what is at this address.
 char* Touch(const void* address) {
   auto* at = static_cast<char*>(const_cast<void*>(address));
-  auto gpu = FindGpuMemory(address);
-  return gpu == g_gpu_memory.end() ? at : gpu->second.alias + (at - gpu->first);
+  auto it = g_gpu_memory.upper_bound(at);
+  if (it == g_gpu_memory.begin()) return at;
+  const auto& [data, memory] = *--it;
+  return at < data + memory.size ? memory.alias + (at - data) : at;
 }
+
+bool IsGpuMemory(const void* address) { return Touch(address) != address; }
 
 size_t Hash(const char* bytes, size_t size) {
   return std::hash<std::string_view>()({bytes, size});
@@ -393,7 +380,7 @@ struct Name {
 
 // What the program takes for an address, as long as efa's (GID, QPN, QKEY).
 struct Address {
-  uint64_t numbers[4];
+  uint64_t numbers[4] = {Unique(), Unique(), Unique(), Unique()};
 };
 
 // Returns the path of the file of a key or an endpoint.
@@ -404,10 +391,9 @@ std::string File(const char* kind, uint64_t number) {
   return std::string(folder) + "/" + kind + std::to_string(number);
 }
 
-std::string KeyFile(uint64_t key) { return File("key-", key); }
-
-std::string NameFile(const Address& address) {
-  return File("name-", address.numbers[0]);  // each has another one
+std::string NameFile(const void* address) {
+  return File("name-",
+              Hash(static_cast<const char*>(address), sizeof(Address)));
 }
 
 // Maps such a file into memory. Returns nullptr if there is none.
@@ -425,17 +411,9 @@ T* Map(const std::string& file, bool create) {
   return static_cast<T*>(map);
 }
 
-// Returns what is known about a key; nullptr if nobody has ever had it.
-Key* FindKey(uint64_t key) {
-  static std::map<uint64_t, Key*> known;
-  Key*& found = known[key];
-  if (found == nullptr) found = Map<Key>(KeyFile(key), false);
-  return found;
-}
-
 // ---- Regions ----
 
-extern struct fi_ops g_mr_fid_ops;
+extern fi_ops g_mr_fid_ops;
 
 struct Region : Wrapper<fid_mr> {
   explicit Region(Domain* domain)
@@ -454,15 +432,14 @@ int CloseRegion(struct fid* fid) {
   Broken(key.gpu ? !IsGpuMemory(key.data()) : !PagesExist(key.data(), key.size),
          "memory", "the memory of a region is freed before the region");
   key.open = false;
-  unlink(KeyFile(region.key).c_str());
+  unlink(File("key-", region.key).c_str());
   return region.real != nullptr ? fi_close(&region.real->fid) : 0;
 }
 
-struct fi_ops g_mr_fid_ops = {.size = sizeof(g_mr_fid_ops),
-                              .close = CloseRegion};
+fi_ops g_mr_fid_ops = {.size = sizeof(g_mr_fid_ops), .close = CloseRegion};
 
-int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
-             struct fid_mr** result) {
+int Register(struct fid* fid, const fi_mr_attr* attr, uint64_t flags,
+             fid_mr** result) {
   auto& domain = Ours<Domain>(fid);
   auto& region = *new Region(&domain);
   if (attr->iov_count != 1) Die("a region of several parts");
@@ -490,7 +467,7 @@ int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
       (taken && attr->access == FI_WRITE && Is("STRICT_SECOND", "memory"))) {
     return -FI_ENOMEM;
   }
-  auto* key = region.shared = Map<Key>(KeyFile(region.key), true);
+  auto* key = region.shared = Map<Key>(File("key-", region.key), true);
   *key = {.base = reinterpret_cast<uint64_t>(data),
           .size = size,
           .access = attr->access,
@@ -502,8 +479,8 @@ int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
   if ((attr->access & (FI_REMOTE_READ | FI_REMOTE_WRITE)) == 0) {
     return region.Open(0, result);
   }
-  struct iovec iov = {Touch(data), size};
-  struct fi_mr_attr real = *attr;
+  iovec iov = {Touch(data), size};
+  fi_mr_attr real = *attr;
   real.mr_iov = &iov;
   real.requested_key = region.key;
   real.iface = FI_HMEM_SYSTEM;
@@ -519,9 +496,9 @@ int Register(struct fid* fid, const struct fi_mr_attr* attr, uint64_t flags,
 // The short form.
 int RegisterBuffer(struct fid* domain, const void* data, size_t size,
                    uint64_t access, uint64_t offset, uint64_t key,
-                   uint64_t flags, struct fid_mr** result, void* context) {
-  struct iovec iov = {const_cast<void*>(data), size};
-  struct fi_mr_attr attr = {{&iov}, 1, access, offset, key, context};
+                   uint64_t flags, fid_mr** result, void* context) {
+  iovec iov = {const_cast<void*>(data), size};
+  fi_mr_attr attr = {{&iov}, 1, access, offset, key, context};
   return Register(domain, &attr, flags, result);
 }
 
@@ -545,7 +522,7 @@ struct Op;
 
 // A part of an operation, which the provider takes for a whole one.
 struct Piece {
-  struct fi_context2 context = {};  // must come first: it comes back to us
+  fi_context2 context = {};  // must come first: it comes back to us
   Op* op = nullptr;
   size_t offset = 0;
   size_t len = 0;
@@ -561,7 +538,7 @@ struct Buffer {
 // What a function that posts has been called with.
 struct Call {
   Kind kind;
-  struct fid_ep* fid;
+  fid_ep* fid;
   size_t size;  // bytes
   fi_addr_t addr;
   void* context;
@@ -571,7 +548,7 @@ struct Call {
   uint64_t key;
   bool has_number;  // immediate data
   uint64_t number;
-  enum fi_op atomic_op;
+  fi_op atomic_op;
   Buffer expected;  // of a compare-and-swap
 };
 
@@ -584,7 +561,7 @@ struct Source {
 // From CheckRemote() on, its `at` and `key` are the provider's.
 struct Op : Call {
   Endpoint* ep = nullptr;
-  struct fi_context2 pattern = {};  // what is in the context now
+  fi_context2 pattern = {};  // what is in the context now
   std::vector<Region*> regions;
   std::vector<Source> sources;
   char* into = nullptr;  // the target
@@ -605,10 +582,10 @@ struct Op : Call {
 struct Completion {
   Clock::time_point due;
   Op* op;  // nullptr: immediate data from the other side, or an error of nobody's
-  struct fi_cq_err_entry entry;  // its `err` is 0 if all is well
+  fi_cq_err_entry entry;  // its `err` is 0 if all is well
 };
 
-extern struct fi_ops g_cq_fid_ops, g_ep_fid_ops;
+extern fi_ops g_cq_fid_ops, g_ep_fid_ops;
 
 struct Queue : Wrapper<fid_cq> {
   explicit Queue(Domain* domain)
@@ -643,7 +620,7 @@ struct Endpoint : Wrapper<fid_ep> {
   size_t tx = 0;                // operations in flight that are no RECVs
   std::set<Op*> in_flight;
   std::vector<Piece*> held;  // that the provider has not got yet
-  Address address = {};
+  Address address;
 
   const Domain& domain() const { return *static_cast<Domain*>(parent); }
 };
@@ -723,7 +700,9 @@ std::string WhyRefused(const Op& op, const Key* key) {
 // Checks a remote address, and translates it into the provider's. Returns whether
 // the adapter there permits this.
 bool CheckRemote(Op& op) {
-  const Key* key = FindKey(op.key);
+  static std::map<uint64_t, Key*> known;
+  Key*& key = known[op.key];
+  if (key == nullptr) key = Map<Key>(File("key-", op.key), false);
   std::string why = WhyRefused(op, key);
   if (Broken(!why.empty(), "access", op.Name() + why)) return false;
   op.at = key->real_base + (op.at - key->base);
@@ -746,7 +725,7 @@ void Scribble(Op& op) {
 // Hands a piece over to the provider.
 ssize_t HandOver(Piece& piece) {
   Op& op = *piece.op;
-  struct fid_ep* ep = op.ep->real;
+  fid_ep* ep = op.ep->real;
   const char* source = op.sources.empty() ? nullptr : op.sources[0].data;
   char* local = op.shadow.data() + piece.offset;
   const char* from =
@@ -778,7 +757,7 @@ ssize_t HandOver(Piece& piece) {
 }
 
 // Lets the program read how an operation has ended: some time later if all is well.
-void End(Op& op, struct fi_cq_err_entry entry) {
+void End(Op& op, fi_cq_err_entry entry) {
   // The pieces that the provider has not got yet go no further.
   op.pieces_left -= std::erase_if(
       op.ep->held, [&](const Piece* piece) { return piece->op == &op; });
@@ -790,7 +769,7 @@ void End(Op& op, struct fi_cq_err_entry entry) {
     long late = op.kind == kSend    ? g_late_sends
                 : op.kind == kWrite ? g_late_writes
                                     : -1;
-    due = late < 0 ? Later(g_cq_delay) : After(static_cast<uint64_t>(late));
+    due = late < 0 ? Later(g_cq_delay) : Later(late, true);
     if (op.kind != kRecv) entry.len = g_random();
     if (op.kind == kRecv && !g_recv_disorder) {
       due = cq.last_recv = std::max(due, cq.last_recv);
@@ -802,8 +781,8 @@ void End(Op& op, struct fi_cq_err_entry entry) {
   cq.completions.push_back({due, &op, entry});
 }
 
-struct fi_cq_err_entry Error(ssize_t error) {
-  struct fi_cq_err_entry entry = {};
+fi_cq_err_entry Error(ssize_t error) {
+  fi_cq_err_entry entry = {};
   entry.err = static_cast<int>(error);
   return entry;
 }
@@ -815,7 +794,7 @@ void ForgetIfDone(Op* op) {
   delete op;
 }
 
-void PieceDone(Piece& piece, const struct fi_cq_err_entry& entry) {
+void PieceDone(Piece& piece, const fi_cq_err_entry& entry) {
   Op* op = piece.op;
   if (--op->pieces_left == 0 || entry.err != 0) End(*op, entry);
   ForgetIfDone(op);
@@ -892,12 +871,9 @@ void* Report(Op* op, size_t received) {
 
 // Returns whether the adapter has no room for one more operation.
 bool NoRoom(const Endpoint& ep, Kind kind) {
-  bool room = kind == kRecv || ep.tx < g_tx;
-  if (kind == kWrite && ep.domain().adapter == 2 && Is("STRICT_SECOND", "room"))
-    room = false;
-  if (room && !Percent(g_eagain)) return false;
-  Count("-FI_EAGAIN");
-  return true;
+  return Percent(g_eagain) || (kind != kRecv && ep.tx >= g_tx) ||
+         (kind == kWrite && ep.domain().adapter == 2 &&
+          Is("STRICT_SECOND", "room"));
 }
 
 // Takes an operation that is in order, and starts it sooner or later.
@@ -911,7 +887,6 @@ ssize_t Post(const Call& call) {
   SetTarget(op);
   AddSource(op, call.source);
   AddSource(op, call.expected);
-  bool permitted = kTraits[op.kind].rights == 0 || CheckRemote(op);
   if (op.context == nullptr) Die("an operation without a context");
   Broken(!g_contexts.insert(op.context).second, "context",
          op.Name() + "one in flight has the same context");
@@ -922,7 +897,7 @@ ssize_t Post(const Call& call) {
   if (op.kind != kRecv) ++ep.tx;
   Broken(++ep.cq->in_flight > ep.cq->size, "cq",
          "more operations are in flight than it has entries");
-  if (!permitted) {
+  if (kTraits[op.kind].rights != 0 && !CheckRemote(op)) {
     End(op, Error(FI_EACCES));
     return 0;
   }
@@ -944,19 +919,18 @@ ssize_t Post(const Call& call) {
   return 0;
 }
 
-ssize_t Send(struct fid_ep* ep, const void* data, size_t size, void* desc,
+ssize_t Send(fid_ep* ep, const void* data, size_t size, void* desc,
              fi_addr_t addr, void* context) {
   return Post({kSend, ep, size, addr, context, {data, desc}});
 }
 
-ssize_t Recv(struct fid_ep* ep, void* data, size_t size, void* desc,
-             fi_addr_t addr, void* context) {
+ssize_t Recv(fid_ep* ep, void* data, size_t size, void* desc, fi_addr_t addr,
+             void* context) {
   return Post({kRecv, ep, size, addr, context, {}, {data, desc}});
 }
 
 // Leaves at once, and nobody hears what became of it.
-ssize_t Inject(struct fid_ep* fid, const void* data, size_t size,
-               fi_addr_t addr) {
+ssize_t Inject(fid_ep* fid, const void* data, size_t size, fi_addr_t addr) {
   auto& ep = Ours<Endpoint>(fid);
   if (NoRoom(ep, kSend)) return -FI_EAGAIN;
   Broken(size > kInjectSize, "size", "too many bytes for fi_inject");
@@ -964,12 +938,12 @@ ssize_t Inject(struct fid_ep* fid, const void* data, size_t size,
   return fi_inject(ep.real, data, size, addr);
 }
 
-ssize_t Write(struct fid_ep* ep, const void* data, size_t size, void* desc,
+ssize_t Write(fid_ep* ep, const void* data, size_t size, void* desc,
               fi_addr_t addr, uint64_t at, uint64_t key, void* context) {
   return Post({kWrite, ep, size, addr, context, {data, desc}, {}, at, key});
 }
 
-ssize_t WriteData(struct fid_ep* ep, const void* data, size_t size, void* desc,
+ssize_t WriteData(fid_ep* ep, const void* data, size_t size, void* desc,
                   uint64_t number, fi_addr_t addr, uint64_t at, uint64_t key,
                   void* context) {
   Broken(number >> 32 != 0, "size", "immediate data of more than 4 bytes");
@@ -979,17 +953,16 @@ ssize_t WriteData(struct fid_ep* ep, const void* data, size_t size, void* desc,
   return Post(call);
 }
 
-ssize_t Read(struct fid_ep* ep, void* data, size_t size, void* desc,
-             fi_addr_t addr, uint64_t at, uint64_t key, void* context) {
+ssize_t Read(fid_ep* ep, void* data, size_t size, void* desc, fi_addr_t addr,
+             uint64_t at, uint64_t key, void* context) {
   return Post({kRead, ep, size, addr, context, {}, {data, desc}, at, key});
 }
 
 // Without `expected`, it is no compare-and-swap.
-ssize_t Compare(struct fid_ep* ep, const void* operand, size_t count,
-                void* desc, const void* expected, void* expected_desc,
-                void* before, void* before_desc, fi_addr_t addr, uint64_t at,
-                uint64_t key, enum fi_datatype type, enum fi_op op,
-                void* context) {
+ssize_t Compare(fid_ep* ep, const void* operand, size_t count, void* desc,
+                const void* expected, void* expected_desc, void* before,
+                void* before_desc, fi_addr_t addr, uint64_t at, uint64_t key,
+                fi_datatype type, fi_op op, void* context) {
   if (type != FI_UINT64 || count != 1)
     Die("an atomic operation but on 64 bits");
   Broken(at % 8 != 0, "access",
@@ -1004,17 +977,15 @@ ssize_t Compare(struct fid_ep* ep, const void* operand, size_t count,
   return Post(call);
 }
 
-ssize_t Fetch(struct fid_ep* ep, const void* operand, size_t count, void* desc,
+ssize_t Fetch(fid_ep* ep, const void* operand, size_t count, void* desc,
               void* before, void* before_desc, fi_addr_t addr, uint64_t at,
-              uint64_t key, enum fi_datatype type, enum fi_op op,
-              void* context) {
+              uint64_t key, fi_datatype type, fi_op op, void* context) {
   return Compare(ep, operand, count, desc, nullptr, nullptr, before,
                  before_desc, addr, at, key, type, op, context);
 }
 
 template <auto valid>
-int Valid(struct fid_ep* ep, enum fi_datatype type, enum fi_op op,
-          size_t* count) {
+int Valid(fid_ep* ep, fi_datatype type, fi_op op, size_t* count) {
   if (Lacks("atomics")) return -FI_EOPNOTSUPP;
   return valid(Ours<Endpoint>(ep).real, type, op, count);
 }
@@ -1025,16 +996,6 @@ int GetName(struct fid* fid, void* address, size_t* size) {
   *size = sizeof(ep.address);
   memcpy(address, &ep.address, *size);
   return 0;
-}
-
-// Gives the endpoint an address, and tells the other process which one that is in
-// truth.
-void MakeName(Endpoint& ep) {
-  for (uint64_t& number : ep.address.numbers) number = Unique();
-  auto* name = Map<Name>(NameFile(ep.address), true);
-  name->domain = ep.domain().number;
-  size_t size = sizeof(name->real);
-  if (fi_getname(&ep.real->fid, name->real, &size) != 0) Die("no address");
 }
 
 // Binds an object of the provider's, too, and counts the endpoint as its user.
@@ -1059,8 +1020,12 @@ int ControlEndpoint(struct fid* fid, int command, void*) {
   Broken(ep.eq == nullptr && !Lacks("events"), "eq",
          "an endpoint is enabled without an event queue");
   int ret = fi_enable(ep.real);
-  if (ret == 0) MakeName(ep);
-  return ret;
+  if (ret != 0) return ret;
+  // Tells the other process which address that is in truth.
+  auto* name = Map<Name>(NameFile(&ep.address), true);
+  name->domain = ep.domain().number;
+  size_t size = sizeof(name->real);
+  return fi_getname(&ep.real->fid, name->real, &size);
 }
 
 int CloseEndpoint(struct fid* fid) {
@@ -1068,7 +1033,7 @@ int CloseEndpoint(struct fid* fid) {
   BeginClose(ep);
   // First, so that nobody inserts the address of an endpoint that is gone: libfabric
   // 1.17's shm provider would give the next address the same number.
-  unlink(NameFile(ep.address).c_str());
+  unlink(NameFile(&ep.address).c_str());
   int ret = fi_close(&ep.real->fid);
   // What is in flight ends here, and its completions are lost.
   auto ours = [&](const auto& item) { return item.op && item.op->ep == &ep; };
@@ -1083,23 +1048,22 @@ int CloseEndpoint(struct fid* fid) {
   return ret;
 }
 
-struct fi_ops g_ep_fid_ops = {.size = sizeof(g_ep_fid_ops),
-                              .close = CloseEndpoint,
-                              .bind = BindEndpoint,
-                              .control = ControlEndpoint};
-struct fi_ops_cm g_ep_cm = {.size = sizeof(g_ep_cm), .getname = GetName};
-struct fi_ops_msg g_ep_msg = {
+fi_ops g_ep_fid_ops = {.size = sizeof(g_ep_fid_ops),
+                       .close = CloseEndpoint,
+                       .bind = BindEndpoint,
+                       .control = ControlEndpoint};
+fi_ops_cm g_ep_cm = {.size = sizeof(g_ep_cm), .getname = GetName};
+fi_ops_msg g_ep_msg = {
     .size = sizeof(g_ep_msg), .recv = Recv, .send = Send, .inject = Inject};
-struct fi_ops_rma g_ep_rma = {.size = sizeof(g_ep_rma),
-                              .read = Read,
-                              .write = Write,
-                              .writedata = WriteData};
-struct fi_ops_atomic g_ep_atomic = {
-    .size = sizeof(g_ep_atomic),
-    .readwrite = Fetch,
-    .compwrite = Compare,
-    .readwritevalid = Valid<fi_fetch_atomicvalid>,
-    .compwritevalid = Valid<fi_compare_atomicvalid>};
+fi_ops_rma g_ep_rma = {.size = sizeof(g_ep_rma),
+                       .read = Read,
+                       .write = Write,
+                       .writedata = WriteData};
+fi_ops_atomic g_ep_atomic = {.size = sizeof(g_ep_atomic),
+                             .readwrite = Fetch,
+                             .compwrite = Compare,
+                             .readwritevalid = Valid<fi_fetch_atomicvalid>,
+                             .compwritevalid = Valid<fi_compare_atomicvalid>};
 
 // ---- The functions of a completion queue ----
 
@@ -1107,8 +1071,8 @@ struct fi_ops_atomic g_ep_atomic = {
 ssize_t Work(Queue& queue) {
   for (Endpoint* ep : queue.endpoints) Progress(*ep);
   for (;;) {
-    struct fi_cq_data_entry real;
-    struct fi_cq_err_entry entry = {};
+    fi_cq_data_entry real;
+    fi_cq_err_entry entry = {};
     ssize_t ret = fi_cq_read(queue.real, &real, 1);
     if (ret == 1) {
       entry.op_context = real.op_context;
@@ -1136,13 +1100,13 @@ ssize_t Work(Queue& queue) {
   }
 }
 
-ssize_t ReadQueue(struct fid_cq* fid, void* buffer, size_t count) {
+ssize_t ReadQueue(fid_cq* fid, void* buffer, size_t count) {
   auto& queue = Ours<Queue>(fid);
   ssize_t ret = Work(queue);
   if (ret != 0) return ret;
   // Now and then nothing has come, and more the next time.
   if (!Percent(kReadyPercent)) return -FI_EAGAIN;
-  auto* entries = static_cast<struct fi_cq_data_entry*>(buffer);
+  auto* entries = static_cast<fi_cq_data_entry*>(buffer);
   size_t done = 0;
   bool failed = false;
   Clock::time_point now = Clock::now();
@@ -1164,7 +1128,7 @@ ssize_t ReadQueue(struct fid_cq* fid, void* buffer, size_t count) {
   return failed ? -FI_EAVAIL : -FI_EAGAIN;
 }
 
-ssize_t ReadError(struct fid_cq* fid, struct fi_cq_err_entry* entry, uint64_t) {
+ssize_t ReadError(fid_cq* fid, fi_cq_err_entry* entry, uint64_t) {
   auto& queue = Ours<Queue>(fid);
   auto failed =
       std::find_if(queue.completions.begin(), queue.completions.end(),
@@ -1177,8 +1141,8 @@ ssize_t ReadError(struct fid_cq* fid, struct fi_cq_err_entry* entry, uint64_t) {
   return 1;
 }
 
-const char* DescribeError(struct fid_cq* fid, int error, const void* data,
-                          char* text, size_t size) {
+const char* DescribeError(fid_cq* fid, int error, const void* data, char* text,
+                          size_t size) {
   return fi_cq_strerror(Ours<Queue>(fid).real, error, data, text, size);
 }
 
@@ -1191,8 +1155,7 @@ bool HasCompletions(Queue& queue) {
 
 int ControlQueue(struct fid* fid, int command, void* arg) {
   auto& queue = Ours<Queue>(fid);
-  if (command != FI_GETWAIT) return -FI_ENOSYS;
-  if (queue.wait_fd < 0) return -FI_ENODATA;
+  if (command != FI_GETWAIT || queue.wait_fd < 0) return -FI_ENODATA;
   *static_cast<int*>(arg) = queue.wait_fd;
   return 0;
 }
@@ -1205,16 +1168,16 @@ int CloseQueue(struct fid* fid) {
   return fi_close(&queue.real->fid);
 }
 
-struct fi_ops g_cq_fid_ops = {
+fi_ops g_cq_fid_ops = {
     .size = sizeof(g_cq_fid_ops), .close = CloseQueue, .control = ControlQueue};
-struct fi_ops_cq g_cq_ops = {.size = sizeof(g_cq_ops),
-                             .read = ReadQueue,
-                             .readerr = ReadError,
-                             .strerror = DescribeError};
+fi_ops_cq g_cq_ops = {.size = sizeof(g_cq_ops),
+                      .read = ReadQueue,
+                      .readerr = ReadError,
+                      .strerror = DescribeError};
 
 // ---- Sleep ----
 
-int TryWait(struct fid_fabric*, struct fid** fids, int count) {
+int TryWait(fid_fabric*, struct fid** fids, int count) {
   if (!g_wait) return -FI_ENOSYS;
   // Now and then something has come that turns out to be nothing.
   bool idle = !Percent(g_eagain);
@@ -1231,10 +1194,10 @@ int TryWait(struct fid_fabric*, struct fid** fids, int count) {
 }
 
 // Sleeps on descriptors, and lets the adapters work meanwhile.
-extern "C" int poll(struct pollfd* fds, nfds_t count, int timeout) {
+extern "C" int poll(pollfd* fds, nfds_t count, int timeout) {
   bool ours = false;
   for (Queue* queue : g_queues) {
-    bool asked = std::any_of(fds, fds + count, [&](const struct pollfd& entry) {
+    bool asked = std::any_of(fds, fds + count, [&](const pollfd& entry) {
       return entry.fd >= 0 && entry.fd == queue->wait_fd;
     });
     if (!asked) continue;
@@ -1256,7 +1219,7 @@ extern "C" int poll(struct pollfd* fds, nfds_t count, int timeout) {
       eventfd_write(queue->wait_fd, 1);
     }
     bool over = timeout >= 0 && Clock::now() >= end;
-    struct timespec step = {0, over ? 0 : kPollStep};
+    timespec step = {0, over ? 0 : kPollStep};
     int ret = ppoll(fds, count, &step, nullptr);
     if (ret != 0 || over) return ret;
   }
@@ -1283,19 +1246,18 @@ void EndAll(const AddressVector& av, fi_addr_t addr) {
   }
 }
 
-int Insert(struct fid_av* fid, const void* address, size_t count,
-           fi_addr_t* number, uint64_t flags, void* context) {
+int Insert(fid_av* fid, const void* address, size_t count, fi_addr_t* number,
+           uint64_t flags, void* context) {
   auto& av = Ours<AddressVector>(fid);
   if (count != 1) Die("several addresses at once");
-  auto* name =
-      Map<Name>(NameFile(*static_cast<const Address*>(address)), false);
+  auto* name = Map<Name>(NameFile(address), false);
   if (name == nullptr) return 0;
   int ret = fi_av_insert(av.real, name->real, 1, number, flags, context);
   if (ret == 1) av.names[*number] = name;
   return ret;
 }
 
-int Remove(struct fid_av* fid, fi_addr_t* addrs, size_t count, uint64_t flags) {
+int Remove(fid_av* fid, fi_addr_t* addrs, size_t count, uint64_t flags) {
   auto& av = Ours<AddressVector>(fid);
   if (count != 1 || flags != 0) Die("several addresses at once, or flags");
   Broken(av.names.erase(addrs[0]) == 0, "peer",
@@ -1305,38 +1267,36 @@ int Remove(struct fid_av* fid, fi_addr_t* addrs, size_t count, uint64_t flags) {
   return 0;
 }
 
-struct fi_ops_av g_av_ops = {
+fi_ops_av g_av_ops = {
     .size = sizeof(g_av_ops), .insert = Insert, .remove = Remove};
 
 // ---- The adapter that a program finds ----
 
-struct fi_ops g_nic_ops = {.size = sizeof(g_nic_ops),
-                           .close = [](struct fid*) { return 0; }};
+fi_ops g_nic_ops = {.size = sizeof(g_nic_ops),
+                    .close = [](struct fid*) { return 0; }};
 std::string g_provider;  // its name, where the program has ours
 
 struct Nic : fid_nic {
-  struct fi_info* real;  // the provider's answer, of which we have made ours
-  long adapter;          // from 1
+  fi_info* real;  // the provider's answer, of which we have made ours
+  long adapter;   // from 1
 };
 
 // Returns nullptr if the answer is not ours.
-const Nic* NicOf(const struct fi_info* info) {
+const Nic* NicOf(const fi_info* info) {
   bool ours = info && info->nic && info->nic->fid.ops == &g_nic_ops;
   return ours ? static_cast<Nic*>(info->nic) : nullptr;
 }
 
 // Makes efa's answer of a provider's. It keeps the names of fabric and domain,
 // by which a program may ask for the same interface once more.
-void Disguise(struct fi_info* info, const struct fi_info* hints, long adapter) {
-  auto* nic = new Nic();
-  nic->fid = {.fclass = FI_CLASS_NIC, .ops = &g_nic_ops};
-  nic->real = fi_dupinfo(info);
-  nic->adapter = adapter;
-  info->nic = nic;
+void Disguise(fi_info* info, const fi_info* hints, long adapter) {
+  info->nic = new Nic{{.fid = {.fclass = FI_CLASS_NIC, .ops = &g_nic_ops}},
+                      fi_dupinfo(info),
+                      adapter};
   info->mode = FI_CONTEXT2;
   info->addr_format = FI_ADDR_EFA;
   info->caps = (info->caps & ~FI_HMEM) | (hints->caps & FI_HMEM);
-  struct fi_domain_attr& domain = *info->domain_attr;
+  fi_domain_attr& domain = *info->domain_attr;
   domain.mr_mode = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED;
   if (!Lacks("keys")) domain.mr_mode |= FI_MR_PROV_KEY;
   if (hints->caps & FI_HMEM) domain.mr_mode |= FI_MR_HMEM;
@@ -1356,7 +1316,7 @@ void Disguise(struct fi_info* info, const struct fi_info* hints, long adapter) {
 }
 
 // Returns whether efa would have something for who asks for this.
-bool CheckHints(const struct fi_info* hints) {
+bool CheckHints(const fi_info* hints) {
   constexpr int kModes =
       FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
   bool hmem = hints->caps & FI_HMEM;
@@ -1371,8 +1331,8 @@ bool CheckHints(const struct fi_info* hints) {
 
 // ---- Opening ----
 
-int OpenEndpoint(struct fid_domain* fid, struct fi_info* info,
-                 struct fid_ep** result, void* context) {
+int OpenEndpoint(fid_domain* fid, fi_info* info, fid_ep** result,
+                 void* context) {
   auto& domain = Ours<Domain>(fid);
   auto& ep = *new Endpoint(&domain);
   ep.keeps_order =
@@ -1382,20 +1342,20 @@ int OpenEndpoint(struct fid_domain* fid, struct fi_info* info,
   ep.msg = WithoutHoles(g_ep_msg);
   ep.rma = WithoutHoles(g_ep_rma);
   ep.atomic = WithoutHoles(g_ep_atomic);
-  struct fi_info* real = NicOf(info)->real;
+  fi_info* real = NicOf(info)->real;
   real->tx_attr->op_flags = info->tx_attr->op_flags;
   return ep.Open(fi_endpoint(domain.real, real, &ep.real, context), result);
 }
 
-int OpenQueue(struct fid_domain* fid, struct fi_cq_attr* attr,
-              struct fid_cq** result, void* context) {
+int OpenQueue(fid_domain* fid, fi_cq_attr* attr, fid_cq** result,
+              void* context) {
   auto& domain = Ours<Domain>(fid);
   auto& queue = *new Queue(&domain);
   if (attr->format != FI_CQ_FORMAT_DATA) Die("entries in another format");
   bool waits = attr->wait_obj != FI_WAIT_NONE;
   if (waits && (!g_wait || attr->wait_obj != FI_WAIT_FD)) return -FI_ENOSYS;
   if (waits) queue.wait_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  struct fi_cq_attr real = *attr;
+  fi_cq_attr real = *attr;
   real.wait_obj = FI_WAIT_NONE;
   g_queues.insert(&queue);
   queue.size = attr->size > 0 ? attr->size : kQueueSize;
@@ -1404,34 +1364,34 @@ int OpenQueue(struct fid_domain* fid, struct fi_cq_attr* attr,
                     result);
 }
 
-int OpenAddressVector(struct fid_domain* fid, struct fi_av_attr* attr,
-                      struct fid_av** result, void* context) {
+int OpenAddressVector(fid_domain* fid, fi_av_attr* attr, fid_av** result,
+                      void* context) {
   auto& domain = Ours<Domain>(fid);
   auto& av = *new AddressVector(&domain);
   av.ops = &g_av_ops;
   return av.Open(fi_av_open(domain.real, attr, &av.real, context), result);
 }
 
-int OpenEventQueue(struct fid_fabric* fid, struct fi_eq_attr* attr,
-                   struct fid_eq** result, void* context) {
+int OpenEventQueue(fid_fabric* fid, fi_eq_attr* attr, fid_eq** result,
+                   void* context) {
   if (Lacks("events")) return -FI_ENOSYS;
   auto& fabric = Ours<Fabric>(fid);
   auto& eq = *new EventQueue(&fabric);
   return eq.Open(fi_eq_open(fabric.real, attr, &eq.real, context), result);
 }
 
-struct fi_ops_domain g_domain_ops = {.size = sizeof(g_domain_ops),
-                                     .av_open = OpenAddressVector,
-                                     .cq_open = OpenQueue,
-                                     .endpoint = OpenEndpoint};
-struct fi_ops_mr g_mr_ops = {
+fi_ops_domain g_domain_ops = {.size = sizeof(g_domain_ops),
+                              .av_open = OpenAddressVector,
+                              .cq_open = OpenQueue,
+                              .endpoint = OpenEndpoint};
+fi_ops_mr g_mr_ops = {
     .size = sizeof(g_mr_ops), .reg = RegisterBuffer, .regattr = Register};
 
-int OpenDomain(struct fid_fabric* fid, struct fi_info* info,
-               struct fid_domain** result, void* context) {
+int OpenDomain(fid_fabric* fid, fi_info* info, fid_domain** result,
+               void* context) {
   auto& fabric = Ours<Fabric>(fid);
   auto& domain = *new Domain(&fabric);
-  struct fi_info* real = NicOf(info)->real;
+  fi_info* real = NicOf(info)->real;
   domain.adapter = NicOf(info)->adapter;
   domain.hmem = info->caps & FI_HMEM;
   domain.real_virt_addr = real->domain_attr->mr_mode & FI_MR_VIRT_ADDR;
@@ -1441,10 +1401,10 @@ int OpenDomain(struct fid_fabric* fid, struct fi_info* info,
                      result);
 }
 
-struct fi_ops_fabric g_fabric_ops = {.size = sizeof(g_fabric_ops),
-                                     .domain = OpenDomain,
-                                     .eq_open = OpenEventQueue,
-                                     .trywait = TryWait};
+fi_ops_fabric g_fabric_ops = {.size = sizeof(g_fabric_ops),
+                              .domain = OpenDomain,
+                              .eq_open = OpenEventQueue,
+                              .trywait = TryWait};
 
 // Says at the end of the process what there was.
 struct Summary {
@@ -1475,15 +1435,14 @@ bool IsNotForUs(const void* caller, const void* next) {
 
 extern "C" int fi_getinfo(uint32_t version, const char* node,
                           const char* service, uint64_t flags,
-                          const struct fi_info* hints, struct fi_info** info) {
+                          const fi_info* hints, fi_info** info) {
   auto* next = Next("fi_getinfo", fi_getinfo);
   if (IsNotForUs(__builtin_return_address(0), reinterpret_cast<void*>(next))) {
     return next(version, node, service, flags, hints, info);
   }
-  if (hints == nullptr) Die("fi_getinfo without hints");
   if (!CheckHints(hints)) return -FI_ENODATA;
   // The provider need not do what we do, or what only an adapter can.
-  struct fi_info* real_hints = fi_dupinfo(hints);
+  fi_info* real_hints = fi_dupinfo(hints);
   real_hints->caps &= ~FI_HMEM;
   real_hints->domain_attr->mr_mode &=
       ~(FI_MR_HMEM | FI_MR_PROV_KEY | FI_MR_LOCAL);
@@ -1496,12 +1455,12 @@ extern "C" int fi_getinfo(uint32_t version, const char* node,
   // copies of the first one instead.
   fi_freeinfo(std::exchange((*info)->next, nullptr));
   for (long i = g_adapters; i > 1; --i) {
-    struct fi_info* copy = fi_dupinfo(*info);
+    fi_info* copy = fi_dupinfo(*info);
     copy->next = *info;
     *info = copy;
   }
   long adapter = 0;
-  for (struct fi_info* one = *info; one != nullptr; one = one->next) {
+  for (fi_info* one = *info; one != nullptr; one = one->next) {
     Disguise(one, hints, ++adapter);
   }
   return 0;
@@ -1509,23 +1468,23 @@ extern "C" int fi_getinfo(uint32_t version, const char* node,
 
 // A copy of an answer is as good as the answer. The adapter is ours, and is never
 // copied.
-extern "C" struct fi_info* fi_dupinfo(const struct fi_info* info) {
+extern "C" fi_info* fi_dupinfo(const fi_info* info) {
   auto* next = Next("fi_dupinfo", fi_dupinfo);
   if (NicOf(info) == nullptr) return next(info);
-  struct fi_info bare = *info;
+  fi_info bare = *info;
   bare.nic = nullptr;
-  struct fi_info* copy = next(&bare);
+  fi_info* copy = next(&bare);
   copy->nic = info->nic;
   return copy;
 }
 
-extern "C" int fi_fabric(struct fi_fabric_attr* attr,
-                         struct fid_fabric** result, void* context) {
+extern "C" int fi_fabric(fi_fabric_attr* attr, fid_fabric** result,
+                         void* context) {
   auto* next = Next("fi_fabric", fi_fabric);
   if (IsNotForUs(__builtin_return_address(0), reinterpret_cast<void*>(next))) {
     return next(attr, result, context);
   }
-  struct fi_fabric_attr real_attr = *attr;
+  fi_fabric_attr real_attr = *attr;
   real_attr.prov_name = g_provider.data();
   auto& fabric = *new Fabric;
   fabric.ops = WithoutHoles(g_fabric_ops);

@@ -57,6 +57,18 @@
 #define STAND_IN "watch"
 #include "../tests/stand_in.h"
 
+// Gives an object a copy of one of its tables. Returns the table that it had. The library
+// may be newer than our headers and its tables longer, so a table itself says how long it
+// is. Copies are never freed: an object may use its table until the end of its fi_close.
+template <typename Table>
+Table* Replace(Table*& table) {
+  Table* real = table;
+  table = static_cast<Table*>(malloc(real->size));
+  if (table == nullptr) Die("no memory");
+  memcpy(table, real, real->size);
+  return real;
+}
+
 // ---- The file: model.py reads it ----
 
 enum Kind : uint8_t {

@@ -41,13 +41,12 @@
 //   hints      demands that a program must be able to meet: FI_MR_ALLOCATED, VIRT_ADDR,
 //              PROV_KEY, HMEM with FI_HMEM (efa_prov_info.c, efa_user_info.c); FI_MR_LOCAL and
 //              FI_CONTEXT2 (efa-direct)
-//   sas        who sends a peer several messages has asked for their order (FI_ORDER_SAS in
-//              fi_endpoint(3))
+//   sas        who sends several messages has asked for their order (fi_endpoint(3))
 //   thread     one thread uses a domain (FI_THREAD_DOMAIN in fi_domain(3))
 //   eq         without an event queue, an error that belongs to no operation aborts the
 //              process (efa_base_ep_write_eq_error in efa_base_ep.c)
 //   order      what is in use is not closed (fi_close in fi_cq(3), fi_av(3), fi_mr(3))
-//   closed     what is closed is not used, and all is closed in the end
+//   closed     what is closed is not used (this ends the process), and all is in the end
 //   desc       a local buffer has the descriptor of a region that it lies in (FI_MR_LOCAL in
 //              fi_mr(3); "a valid desc" in efa_msg.c), and that is one of the endpoint's own
 //              domain (fi_domain(3))
@@ -63,11 +62,9 @@
 //              (EFA_CQ_DATA_SIZE in efa_cq.h)
 //   cq         completions never outnumber the entries of their queue; efa does not prevent it
 //              (docs/efa_fabric_comparison.md, FI_RM_ENABLED)
-//   peer       an address is used after fi_av_insert and before fi_av_remove, after which it is
-//              invalid (fi_av(3))
-//   wait       fi_trywait takes open queues that have a descriptor (it fails in
-//              prov/verbs/src/verbs_cq.c), and has said that it is safe before each poll(2) on
-//              that descriptor, after the last completion was read (fi_poll(3))
+//   peer       an address is used after fi_av_insert and before fi_av_remove (fi_av(3))
+//   wait       fi_trywait takes queues that have a descriptor (prov/verbs/src/verbs_cq.c), and
+//              has allowed each poll(2) after the last completion was read (fi_poll(3))
 //
 // What it does that programs must bear:
 //   WRITEs and READs start in any order (msg_order has no bit for them: efa_prov_info.c), in
@@ -87,9 +84,8 @@
 //   libfabric 1.17), and there is no fi_trywait (fi_no_trywait, as in prov/lnx and prov/ucx).
 //   WAIT: the descriptor becomes readable for one completion, the first that comes after an
 //   fi_trywait that said 0, and stays so until the next fi_trywait, as a completion channel of
-//   verbs does (vrb_cq_trywait in prov/verbs/src/verbs_cq.c, efa_cq_trywait in efa_cq.c). For
-//   what had come before, there is no wake-up. We see a program wait because our poll(2) takes
-//   the place of the C library's; the adapter goes on working meanwhile.
+//   verbs does (vrb_cq_trywait in prov/verbs/src/verbs_cq.c, efa_cq_trywait in efa_cq.c). Our
+//   poll(2) takes the place of the C library's; the adapter goes on working meanwhile.
 //
 // The objects that a program gets are ours, with tables of our functions; the provider's are
 // behind them. What it knows is what the programs use: the short forms (fi_send, not
@@ -116,7 +112,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <time.h>
 #include <unistd.h>
 
@@ -133,7 +128,6 @@
 
 #include "stand_in.h"
 
-// The functions that a table does not name stay null.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 
 using Clock = std::chrono::steady_clock;
@@ -232,7 +226,6 @@ void Use(const Object& object) {
   if (Broken(!object.open, "closed", what)) abort();
 }
 
-// Begins each fi_close.
 void BeginClose(Object& object) {
   Broken(object.users + object.endpoints.size() > 0, "order",
          std::string(object.kind) + " is closed while others use it");
@@ -1014,9 +1007,8 @@ int BindEndpoint(struct fid* fid, struct fid* other, uint64_t flags) {
   return Bind(ep, ep.cq, other, flags);
 }
 
-int ControlEndpoint(struct fid* fid, int command, void*) {
+int EnableEndpoint(struct fid* fid, int, void*) {
   auto& ep = Ours<Endpoint>(fid);
-  if (command != FI_ENABLE) Die("a command that it does not know");
   Broken(ep.eq == nullptr && !Lacks("events"), "eq",
          "an endpoint is enabled without an event queue");
   int ret = fi_enable(ep.real);
@@ -1051,7 +1043,7 @@ int CloseEndpoint(struct fid* fid) {
 fi_ops g_ep_fid_ops = {.size = sizeof(g_ep_fid_ops),
                        .close = CloseEndpoint,
                        .bind = BindEndpoint,
-                       .control = ControlEndpoint};
+                       .control = EnableEndpoint};
 fi_ops_cm g_ep_cm = {.size = sizeof(g_ep_cm), .getname = GetName};
 fi_ops_msg g_ep_msg = {
     .size = sizeof(g_ep_msg), .recv = Recv, .send = Send, .inject = Inject};

@@ -289,7 +289,7 @@ TEXTS = {
     "drain": ("8_malloc", "!g_interrupted && done()", "done()", "test_malloc.py test_interrupted"),
     "read-what-was-written": ("8_malloc",
         "  client.WaitForAll(pool.buf);\n"
-        '  printf("Filled', '  printf("Filled', "test_strict.py test_rules and 8_malloc and not gpu"),
+        '  printf("Filled', '  printf("Filled', "test_malloc.py test_late_writes"),
     "place-in-flight": ("8_malloc",
         "                [&pool, offset] { pool.allocator.Free(offset); });\n",
         "                [] {});\n"

@@ -128,11 +128,13 @@ def test_greedy(run):
     made.stop()
 
 
+@pytest.mark.parametrize("late", [
+    {}, {"STRICT_DELAY_US": "20000", "STRICT_CQ_DELAY_US": "20000"}], ids=["", "late"])
 @pytest.mark.thorough
-def test_feed(run):
+def test_feed(run, late):
     """Each item comes once, and as it was made, on a network without order."""
-    feed = Made(run, "feed", **under_strict(run))
-    clients = [feed.start(slots, "300") for slots in ("1", "8")]
+    feed = Made(run, "feed", **under_strict(run, **late))
+    clients = [feed.start(slots, "300") for slots in ("4" if late else "1", "8")]
     for client in clients:
         assert client.wait() == 0, client.output
         assert "The sum is correct." in client.output

@@ -9,7 +9,8 @@
 //   STRICT_SEED=N         of all that is random (otherwise another one each time)
 //   STRICT_EAGAIN=P       percent of the posts that find no room (20)
 //   STRICT_TX=N           operations in flight, then there is no room (64)
-//   STRICT_DELAY_US=N     an operation starts up to so much later (2000)
+//   STRICT_DELAY_US=N     an operation starts up to so much later (2000); a WRITE exactly
+//   STRICT_WRITE_DELAY_US=N  so much, unless it has immediate data
 //   STRICT_CQ_DELAY_US=N  and is reported up to so much later (3000); a SEND or
 //   STRICT_LATE_SENDS_US=N, STRICT_LATE_WRITES_US=N  a WRITE exactly so much
 //   STRICT_PIECES=N       a READ or WRITE travels in up to so many pieces (4)
@@ -140,6 +141,7 @@ const long g_eagain = Setting("STRICT_EAGAIN", 20);
 const auto g_tx = static_cast<size_t>(Setting("STRICT_TX", 64));
 const long g_delay = Setting("STRICT_DELAY_US", 2000);
 const long g_cq_delay = Setting("STRICT_CQ_DELAY_US", 3000);
+const long g_write_delay = Setting("STRICT_WRITE_DELAY_US", -1);
 const long g_late_sends = Setting("STRICT_LATE_SENDS_US", -1);
 const long g_late_writes = Setting("STRICT_LATE_WRITES_US", -1);
 const auto g_pieces = static_cast<size_t>(Setting("STRICT_PIECES", 4));
@@ -902,7 +904,9 @@ ssize_t Post(const Call& call) {
   Cut(op);
   for (Piece& piece : op.pieces) {
     bool at_once = op.kind == kRecv || op.has_number;
-    piece.due = at_once ? Clock::now() : Later(g_delay);
+    bool exactly = op.kind == kWrite && g_write_delay >= 0;
+    piece.due = at_once ? Clock::now()
+                        : Later(exactly ? g_write_delay : g_delay, exactly);
     // Anywhere, but SENDs have to stay in line.
     size_t place =
         op.kind == kSend ? ep.held.size() : Random(ep.held.size() + 1);

@@ -326,7 +326,7 @@ AT_ONCE = {"STRICT_DELAY_US": "0", "STRICT_CQ_DELAY_US": "0", "STRICT_EAGAIN": "
 def test_late_writes(run, serve, provider):
     """A ledger is in place before it becomes the valid one."""
     server = serve("10_lock", provider, **under_strict(run, **AT_ONCE))
-    clients = [server.start_client("15", STRICT_DELAY_US="20000") for _ in range(2)]
+    clients = [server.start_client("15", STRICT_WRITE_DELAY_US="20000") for _ in range(2)]
     for client in clients:
         assert client.wait() == 0, client.output
     rounds = entries = 0

@@ -135,10 +135,10 @@ def test_stopped_client(run, serve):
 @takes_strict
 @pytest.mark.builds("plain")
 def test_late_writes(run, serve):
-    """Where each operation starts late, and in any order, a client READs what it has
-    written."""
+    """On a network that takes its time for WRITEs, and none for READs, a client READs what
+    it has written."""
     server = serve("8_malloc", "shm", **under_strict(run))
-    client = server.start_client("8", STRICT_DELAY_US="200000")
+    client = server.start_client("4", STRICT_WRITE_DELAY_US="50000")
     client.wait_for("^READ and compared them")
     client.signal(signal.SIGKILL)
 

@@ -113,7 +113,6 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/syscall.h>
-#include <time.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -490,10 +489,11 @@ int Register(struct fid* fid, const fi_mr_attr* attr, uint64_t flags,
 
 // The short form.
 int RegisterBuffer(struct fid* domain, const void* data, size_t size,
-                   uint64_t access, uint64_t offset, uint64_t key,
-                   uint64_t flags, fid_mr** result, void* context) {
+                   uint64_t access, uint64_t, uint64_t key, uint64_t flags,
+                   fid_mr** result, void*) {
   iovec iov = {const_cast<void*>(data), size};
-  fi_mr_attr attr = {{&iov}, 1, access, offset, key, context};
+  fi_mr_attr attr = {
+      .mr_iov = &iov, .iov_count = 1, .access = access, .requested_key = key};
   return Register(domain, &attr, flags, result);
 }
 

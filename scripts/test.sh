@@ -66,8 +66,7 @@ wait
 export TOOL_CXXFLAGS="-O0$(include_headers build)"
 export STAND_IN_CXXFLAGS=$TOOL_CXXFLAGS
 make -j2 all OWN= build/sender build/allocator build/inside_queue \
-  build/inside_lock build/inside_strangers build/bench_loop build/reorder.so build/watch.so \
-  stand-ins
+  build/inside_lock build/inside_strangers build/bench_loop build/watch.so stand-ins
 sanitize+=$(include_headers build/sanitized)
 make -j2 all OWN= build/sanitized/allocator BUILD=build/sanitized CXXFLAGS="$sanitize" \
   TOOL_CXXFLAGS="$sanitize"

@@ -33,9 +33,8 @@ without=(shm net sockets ofi_rxd
   idle
   crowd stood_still waiting memory_for_all nearly_everything many_senders largest
   one_after ninth test_signals at_the_start first_contact flood four_clients many_slots
-  late_completions
   nobody_reads bad_answers "(in_a_session and 9_file)")
 RDMA=1 without_symbols "$(python_with pytest xdist)" -m pytest --color=no -n 2 -v -rsx \
   -k "$(printf 'not %s and ' "${without[@]}")not nothing" "$@" \
   scripts/tests/test_rdma.py \
-  scripts/tests/test_{programs,failures,messages,malloc,file,lock,reorder}.py
+  scripts/tests/test_{programs,failures,messages,malloc,file,lock}.py

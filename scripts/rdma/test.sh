@@ -25,5 +25,5 @@ scripts/install-deps.sh build test rdma ${where:+machine}
 
 # The tests look for the programs here.
 build=build/rdma/build
-make -s -j2 all OWN= $build/{sender,reorder.so} BUILD=$build CUDA_HOME=
+make -s -j2 all OWN= $build/{sender,strict.so} BUILD=$build CUDA_HOME=
 "${where[@]}" scripts/rdma/inside.sh "$@"

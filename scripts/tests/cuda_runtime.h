@@ -10,8 +10,6 @@ enum cudaError {
   cudaSuccess = 0,
   cudaErrorInvalidValue = 1,
   cudaErrorMemoryAllocation = 2,
-  cudaErrorNoDevice = 100,
-  cudaErrorInvalidDevice = 101,
   cudaErrorUnknown = 999
 };
 typedef enum cudaError cudaError_t;
@@ -24,9 +22,7 @@ enum cudaDeviceAttr {
 };
 
 enum cudaGPUDirectRDMAWritesOrdering {
-  cudaGPUDirectRDMAWritesOrderingNone = 0,
-  cudaGPUDirectRDMAWritesOrderingOwner = 100,
-  cudaGPUDirectRDMAWritesOrderingAllDevices = 200
+  cudaGPUDirectRDMAWritesOrderingOwner = 100
 };
 
 enum cudaFlushGPUDirectRDMAWritesOptions {
@@ -42,7 +38,6 @@ enum cudaFlushGPUDirectRDMAWritesTarget {
 };
 
 extern "C" {
-cudaError_t cudaGetDeviceCount(int* count);
 cudaError_t cudaMalloc(void** data, size_t size);
 cudaError_t cudaFree(void* data);
 cudaError_t cudaMemset(void* data, int value, size_t size);

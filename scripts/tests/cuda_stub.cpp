@@ -11,10 +11,8 @@
 //   in cudaDeviceSynchronize, or when something is copied from the GPU.
 //
 //   CUDA_STUB_FAIL=NAME:N  the N-th call (from 1) of this function fails
-//   CUDA_STUB_DEVICES=N    how many GPUs there are (1)
 //   CUDA_STUB_ORDERING=N   a cudaGPUDirectRDMAWritesOrdering (0: none)
 //   CUDA_STUB_FLUSH=N      cudaFlushGPUDirectRDMAWritesOptions (1: by the host)
-//   CUDA_STUB_REAL=1       strict.cpp is told nothing, as by a real GPU
 
 #include <cuda_runtime.h>
 #include <dlfcn.h>
@@ -33,8 +31,8 @@
 
 // The programs are compiled with these numbers, so they have to be those of the
 // toolkit.
-static_assert(cudaMemcpyDefault == 4 && cudaErrorNoDevice == 100 &&
-              cudaErrorInvalidValue == 1 && cudaErrorUnknown == 999);
+static_assert(cudaMemcpyDefault == 4 && cudaErrorInvalidValue == 1 &&
+              cudaErrorUnknown == 999);
 static_assert(cudaDevAttrGPUDirectRDMAFlushWritesOptions == 117 &&
               cudaDevAttrGPUDirectRDMAWritesOrdering == 118);
 static_assert(cudaGPUDirectRDMAWritesOrderingOwner == 100 &&
@@ -61,7 +59,6 @@ void Tell(const char* name, Args... args) {
 // unless it is to do its work.
 cudaError_t Call(const char* name) {
   static std::map<std::string, int> calls;
-  if (calls.empty() && Setting("CUDA_STUB_REAL", 0) == 0) Tell("strict_gpu");
   std::string call = std::string(name) + ":" + std::to_string(++calls[name]);
   const char* to_fail = getenv("CUDA_STUB_FAIL");
   if (to_fail == nullptr || call != to_fail) return cudaSuccess;
@@ -112,15 +109,8 @@ bool NeedsFlush() {
 
 extern "C" {
 
-cudaError_t cudaGetDeviceCount(int* count) {
-  if (cudaError_t error = Call(__func__)) return error;
-  *count = Setting("CUDA_STUB_DEVICES", 1);
-  return *count > 0 ? cudaSuccess : cudaErrorNoDevice;
-}
-
 cudaError_t cudaMalloc(void** data, size_t size) {
   if (cudaError_t error = Call(__func__)) return error;
-  if (Setting("CUDA_STUB_DEVICES", 1) == 0) return cudaErrorNoDevice;
   size = (size + kPageSize - 1) / kPageSize * kPageSize;
   int fd = memfd_create("gpu", 0);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(size)) != 0) {
@@ -202,7 +192,7 @@ cudaError_t cudaDeviceSynchronize() {
 cudaError_t cudaDeviceGetAttribute(int* value, enum cudaDeviceAttr attribute,
                                    int device) {
   if (cudaError_t error = Call(__func__)) return error;
-  if (device != 0) return cudaErrorInvalidDevice;
+  if (device != 0) return cudaErrorInvalidValue;
   if (attribute == cudaDevAttrGPUDirectRDMAWritesOrdering) {
     *value = Setting("CUDA_STUB_ORDERING", 0);
   } else if (attribute == cudaDevAttrGPUDirectRDMAFlushWritesOptions) {
@@ -226,7 +216,6 @@ cudaError_t cudaDeviceFlushGPUDirectRDMAWrites(
 
 const char* cudaGetErrorString(cudaError_t error) {
   if (error == cudaErrorUnknown) return "unknown error";
-  if (error == cudaErrorNoDevice) return "no CUDA-capable device is detected";
   return error == cudaErrorMemoryAllocation ? "out of memory"
                                             : "invalid argument";
 }

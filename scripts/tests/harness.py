@@ -175,6 +175,13 @@ def remove_stale_shm_files():
             pass  # another test has removed it, or it is of another user
 
 
+def under_strict(run, **settings):
+    """What a process needs in its environment to be on a network as strict as EFA, with
+    others that get the same: see strict.cpp."""
+    return {"LD_PRELOAD": os.path.join(ROOT, BUILD, "strict.so"),
+            "STRICT_DIR": run.new_folder(), **settings}
+
+
 # What the files that 9_file sends are made of. The size is not that of a chunk, so
 # no two chunks are the same.
 BLOCK = random.Random(9).randbytes((1 << 20) + 4099)

@@ -37,3 +37,6 @@ def nothing_wrong(messages):
 
 def not_over_verbs(why):
     return pytest.mark.skipif(bool(OVER_VERBS), reason=why)
+
+
+takes_strict = not_over_verbs("strict.so stands between the programs and tcp or shm")

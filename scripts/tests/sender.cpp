@@ -7,9 +7,8 @@
 //   peer HEX   sends to this address from now on
 //   send HEX   sends these bytes, or an empty message; prints "sent", or
 //              "failed: ..."
-//   wait [SECONDS]
-//              waits for the next message; prints "received HEX"
-//   write ADDR KEY DATA HEX [SECONDS]
+//   wait       waits for the next message; prints "received HEX"
+//   write ADDR KEY DATA HEX
 //              WRITEs these bytes to a place in the peer's memory, with a number
 //              as immediate data; prints "written", or "failed: ..."
 //   read ADDR KEY [SECONDS]
@@ -166,46 +165,21 @@ struct Sender {
     printf("streamed\n");
   }
 
-  void Write(uint64_t addr, uint64_t key, uint64_t data, const std::string& hex,
-             Seconds limit) {
+  // READs or WRITEs, by default without a number.
+  void Access(bool reads, uint64_t addr, uint64_t key,
+              const std::vector<uint8_t>& bytes, Seconds limit,
+              uint64_t data = 0, uint64_t flags = FI_DELIVERY_COMPLETE) {
     Operation& op = ops.emplace_back();
-    op.bytes = FromHex(hex);
-    Finish(
-        op, "written",
-        [&] {
-          return fi_writedata(ep, op.bytes.data(), op.bytes.size(), nullptr,
-                              data, peer, addr, key, &op);
-        },
-        limit);
-  }
-
-  void Read(uint64_t addr, uint64_t key, Seconds limit) {
-    Operation& op = ops.emplace_back();
-    op.bytes.resize(8);
-    Finish(
-        op, "read",
-        [&] {
-          return fi_read(ep, op.bytes.data(), op.bytes.size(), nullptr, peer,
-                         addr, key, &op);
-        },
-        limit);
-  }
-
-  void Overwrite(uint64_t addr, uint64_t key, Seconds limit) {
-    Operation& op = ops.emplace_back();
-    op.bytes.resize(8, 0x55);
+    op.bytes = bytes;
     struct iovec iov = {op.bytes.data(), op.bytes.size()};
     struct fi_rma_iov remote = {addr, op.bytes.size(), key};
-    struct fi_msg_rma msg = {};
-    msg.msg_iov = &iov;
-    msg.iov_count = 1;
-    msg.addr = peer;
-    msg.rma_iov = &remote;
-    msg.rma_iov_count = 1;
-    msg.context = &op;
-    // Without it, a WRITE that is refused may complete, too.
-    auto post = [&] { return fi_writemsg(ep, &msg, FI_DELIVERY_COMPLETE); };
-    Finish(op, "written", post, limit);
+    struct fi_msg_rma msg = {&iov, nullptr, 1, peer, &remote, 1, &op, data};
+    Finish(
+        op, reads ? "read" : "written",
+        [&] {
+          return reads ? fi_readmsg(ep, &msg, 0) : fi_writemsg(ep, &msg, flags);
+        },
+        limit);
   }
 
   // Posts an operation, waits until it has completed, and prints how it went.
@@ -222,8 +196,8 @@ struct Sender {
     printf("%s\n", (op.done ? success : "failed: " + op.error).c_str());
   }
 
-  void Wait(Seconds limit) {
-    auto end = Clock::now() + limit;
+  void Wait() {
+    auto end = Clock::now() + kLimit;
     while (!recv->done && recv->error.empty() && Clock::now() < end) Poll();
     if (!recv->done) {
       printf("nothing received: %s\n", recv->error.c_str());
@@ -279,20 +253,19 @@ int main(int argc, char** argv) {
     std::string argument;
     std::istringstream words(line);
     words >> command >> argument;
+    uint64_t key = 0;
     if (command == "write") {
-      uint64_t key = 0;
       uint64_t data = 0;
       std::string hex;
       words >> key >> data >> hex;
-      sender.Write(std::stoull(argument), key, data, hex, LimitIn(words));
+      sender.Access(false, std::stoull(argument), key, FromHex(hex), kLimit,
+                    data, FI_REMOTE_CQ_DATA);
     }
     if (command == "read" || command == "overwrite") {
-      uint64_t key = 0;
       words >> key;
-      uint64_t addr = std::stoull(argument);
-      Seconds limit = LimitIn(words);
-      command == "read" ? sender.Read(addr, key, limit)
-                        : sender.Overwrite(addr, key, limit);
+      // Without FI_DELIVERY_COMPLETE, a WRITE that is refused may complete, too.
+      sender.Access(command == "read", std::stoull(argument), key,
+                    std::vector<uint8_t>(8, 0x55), LimitIn(words));
     }
     if (command == "stream") {
       size_t pause = 0;
@@ -304,9 +277,7 @@ int main(int argc, char** argv) {
     if (command == "memory") sender.Register();
     if (command == "peer") sender.SetPeer(argument);
     if (command == "send") sender.Send(argument);
-    if (command == "wait") {
-      sender.Wait(argument.empty() ? kLimit : Seconds(std::stoi(argument)));
-    }
+    if (command == "wait") sender.Wait();
   }
   _exit(0);
 }

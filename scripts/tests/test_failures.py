@@ -16,9 +16,9 @@ import time
 import pytest
 
 from fakes import CrowdGuest, FakeClient
-from harness import (BUILD, LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
-                     owned_shm_files)
-from marks import ends_in_a_rendezvous, not_over_verbs, over, two_providers
+from harness import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
+                     owned_shm_files, under_strict)
+from marks import ends_in_a_rendezvous, not_over_verbs, over, takes_strict, two_providers
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
 
@@ -423,11 +423,10 @@ def test_no_provider(build, program):
             "error: fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is): No data")
 
 
-# ---- Networks that are not here: see reorder.cpp ----
-
-PRELOAD = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so"), "REORDER_MS": "0"}
+# ---- Networks that are not here: see strict.cpp ----
 
 
+@takes_strict
 @pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
@@ -435,26 +434,27 @@ def test_no_immediate_data(run, build, program, provider):
     """Where a network has no immediate data, server and client say so at once."""
     address = b"fi_shm://1:0:0\0".hex() if provider else ADDRESS
     for args in [], [address]:
-        process = run([f"{build}/{program}", *args], provider, NO_IMM_DATA="1",
-                      **PRELOAD)
+        process = run([f"{build}/{program}", *args], provider,
+                      **under_strict(run, STRICT_LACKS="immediate-data"))
         assert process.wait() == 1
         assert re.search("^error: no immediate data; try another FI_PROVIDER$",
                          process.output, re.M)
         assert "Sent" not in process.output
 
 
+@takes_strict
 @pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_locked_memory(run, serve, build, program):
     """Where not enough memory may be locked, a line says so."""
     hint = "Cannot allocate memory"
-    server = run([f"{build}/{program}"], NO_MEMORY="register", **PRELOAD)
+    server = run([f"{build}/{program}"],
+                 **under_strict(run, STRICT_LACKS="memory-to-register"))
     assert server.wait() == 1
     assert re.search(f"^error: fi_mr_reg(attr)?( of [0-9]+ bytes)?: {hint}", server.output,
                      re.M)
-    server = serve(program)
-    client = server.start_client(NO_MEMORY="send", **PRELOAD)
+    server = serve(program, **under_strict(run))
+    client = server.start_client(STRICT_LACKS="memory-to-send")
     assert client.wait() == 1
     assert re.search(f"^error: SEND failed: {hint}", client.output, re.M)
-    server.check_client()
     server.stop()

@@ -57,13 +57,13 @@ def part_size(server):
 
 class WaitingDisk:
     """For a server whose pwrites wait, from the first one on, until go_on(): see
-    reorder.cpp."""
+    strict.cpp."""
 
     def __init__(self, folder):
         self.file = folder + "/go on"
-        self.env = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so"),
-                    "REORDER_MS": "0", "SLOW_WRITE": self.file}
-        self.waits = "^reorder: a pwrite waits$"
+        self.env = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "strict.so"),
+                    "STRICT_NETWORK": "0", "STRICT_SLOW_WRITE": self.file}
+        self.waits = "^strict: a pwrite waits$"
 
     def go_on(self):
         with open(self.file, "w"):
@@ -266,18 +266,18 @@ def test_file_size_limit(serve):
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.parametrize("what,error", [("file", r"cannot sync file \d+\.part"),
-                                        ("directory", "cannot sync the directory")])
+@pytest.mark.parametrize("what,error", [("files", r"cannot sync file \d+\.part"),
+                                        ("directories", "cannot sync the directory")])
 def test_disk_that_forgets(serve, what, error):
     """The kernel has taken the file, but the disk keeps it, or its name, no longer
-    than until the power fails: see reorder.cpp. So it is not saved."""
-    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
-                   REORDER_MS="0", NO_SYNC=what)
+    than until the power fails: see strict.cpp. So it is not saved."""
+    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
+                   STRICT_NETWORK="0", STRICT_LACKS=f"fsync-of-{what}")
     check_failure(server.start_client("1"),
                   f"the server: {error}: Input/output error")
     server.process.wait_for("Done")
     # It has its name already, and is whole.
-    assert len(os.listdir(server.folder)) == (what == "directory")
+    assert len(os.listdir(server.folder)) == (what == "directories")
     assert len(server.errors()) == 1
     server.stop()
 

@@ -2,7 +2,6 @@
 one message and ends, and a client that nobody answers is silent."""
 
 import contextlib
-import os
 import re
 import signal
 import socket
@@ -10,9 +9,8 @@ import subprocess
 
 import pytest
 
-from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, First, nobody_at
-from marks import each_provider, two_providers
-from repository import ROOT
+from harness import LIBFABRIC_LEAKS, OVER_VERBS, First, nobody_at, under_strict
+from marks import each_provider, takes_strict, two_providers
 
 PROGRAM = "2_first"
 # For a client that nobody answers. 4_hello gives up after 10.
@@ -114,13 +112,12 @@ def test_one_digit(first):
 
 
 @pytest.mark.builds("plain")
-@pytest.mark.skipif(bool(OVER_VERBS), reason="strict.so stands between it and tcp or shm")
+@takes_strict
 @two_providers
 def test_strict(run, first, provider):
     """It breaks one of EFA's rules: it has no event queue, which chapter 5 brings."""
     for text in "Hello, world!", "x" * 3000:
-        server = first(provider, LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
-                       STRICT_DIR=run.new_folder())
+        server = first(provider, **under_strict(run))
         client = server.start_client(text)
         for process in client, server.process:
             assert process.wait() == 0, process.output

@@ -12,10 +12,9 @@ import time
 import pytest
 
 from fakes import FakeClient, FakeServer
-from harness import BUILD, LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR
-from marks import two_providers
+from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, under_strict
+from marks import takes_strict, two_providers
 from messages import BYE, JOIN, TABLE_ALIVE, TABLE_REPLY, plain
-from repository import ROOT
 
 LEASE = 1  # s
 LOG_SIZE = 1 << 20  # entries
@@ -316,17 +315,18 @@ def test_bad_replies(run, build, reply):
     assert re.search(r"error: bad message: ", server.client.output)
 
 
-# ---- Networks that are not here: see reorder.cpp ----
+# ---- Networks that are not here: see strict.cpp ----
 
-PRELOAD = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "reorder.so"), "REORDER_MS": "20"}
+AT_ONCE = {"STRICT_DELAY_US": "0", "STRICT_CQ_DELAY_US": "0", "STRICT_EAGAIN": "0"}
 
 
+@takes_strict
 @pytest.mark.builds("plain")
 @two_providers
-def test_late_writes(serve, provider):
+def test_late_writes(run, serve, provider):
     """A ledger is in place before it becomes the valid one."""
-    server = serve("10_lock", provider)
-    clients = [server.start_client("15", **PRELOAD) for _ in range(2)]
+    server = serve("10_lock", provider, **under_strict(run, **AT_ONCE))
+    clients = [server.start_client("15", STRICT_WRITE_DELAY_US="20000") for _ in range(2)]
     for client in clients:
         assert client.wait() == 0, client.output
     rounds = entries = 0
@@ -339,14 +339,14 @@ def test_late_writes(serve, provider):
     server.stop()
 
 
+@takes_strict
 @pytest.mark.builds("plain")
 @pytest.mark.thorough
-def test_late_completions(serve):
+def test_late_completions(run, serve):
     """A client whose own ledger is the valid one WRITEs the next one aside, and loses
     its turn before it can make that valid. So nobody ever sees it."""
-    server = serve("10_lock")
-    slow = server.start_client("3", **{**PRELOAD, "REORDER_MS": "0",
-                                       "REORDER_COMPLETIONS_MS": str(1500 * LEASE)})
+    server = serve("10_lock", **under_strict(run, **AT_ONCE))
+    slow = server.start_client("3", STRICT_LATE_WRITES_US=str(1_500_000 * LEASE))
     slow.wait_for("FETCH-AND-ADD and WRITE", 60)
     time.sleep(1.6 * LEASE)  # for its first change
     other = server.start_client("5")
@@ -358,10 +358,11 @@ def test_late_completions(serve):
     server.stop()
 
 
+@takes_strict
 @pytest.mark.builds("plain")
 def test_no_atomics(run, build):
     """A provider without atomics is refused at the start, by its name."""
-    refused = {"tcp": {"NO_ATOMICS": "1", **PRELOAD}}
+    refused = {"tcp": under_strict(run, STRICT_LACKS="atomics")}
     if "net" in PROVIDERS:
         refused["net"] = {}  # it has none on any day
     for provider, env in refused.items():

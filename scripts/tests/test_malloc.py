@@ -12,8 +12,8 @@ import time
 import pytest
 
 from fakes import Borrower, FakeServer
-from harness import BUILD, LIBFABRIC_LEAKS
-from marks import two_providers
+from harness import LIBFABRIC_LEAKS, under_strict
+from marks import takes_strict, two_providers
 from messages import ACCEPT, ALIVE, FREE, MALLOC, REFUSAL, plain, reply, type_of
 from repository import ROOT
 
@@ -110,52 +110,48 @@ def test_killed_clients(serve, provider):
     server.stop()
 
 
+@takes_strict
 @pytest.mark.builds("plain")
 def test_stopped_client(run, serve):
-    """A client that is stopped while it has pieces. They come back after the limit
-    of 10 s. One that says no more than that it is alive keeps its piece."""
-    server = serve("8_malloc")
-    living = Borrower(run, server)
-    living.borrow(64)
-    with living.saying(plain(ALIVE)):
-        # Its WRITEs never begin, so it does not end before it is stopped.
-        client = server.start_client("64", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
-                                     REORDER_MS="600000")
-        client.wait_for("Borrowed")
-        client.signal(signal.SIGSTOP)
-        number = server.process.wait_for(r"^\[(\d+)\] Received CONNECT", count=2)[1]
-        server.process.wait_for(rf"^\[{number}\] error: nothing has happened for 10 s")
-        assert server.pool_line(number).startswith("The pool lends 64 bytes in 1 ")
-        client.signal(signal.SIGCONT)
-        assert client.wait() == 1, client.output
+    """A client that is stopped while it has pieces. They come back after the limit of
+    10 s. One that says no more than that it is alive keeps its pieces."""
+    # No client hears of its WRITEs, so none ends before it is stopped.
+    server = serve("8_malloc", **under_strict(run, STRICT_LATE_WRITES_US="600000000"))
+    living, client = server.start_client("4"), server.start_client("64")
+    living.wait_for("Borrowed")
+    client.wait_for("Borrowed")
+    client.signal(signal.SIGSTOP)
+    server.process.wait_for(r"^\[\d+\] error: nothing has happened for 10 s")
+    server.process.wait_for(r"^The pool lends \d+ bytes in 4 ")
+    client.signal(signal.SIGCONT)
+    assert client.wait() == 1, client.output
     assert "error: " in client.output
-    assert living.leave() == WHOLE
     assert len(server.errors()) == 1
+    living.signal(signal.SIGINT)
+    check_whole(server)
     server.stop()
 
 
+@takes_strict
 @pytest.mark.builds("plain")
-@two_providers
-@pytest.mark.thorough
-def test_late_writes(serve, provider):
+def test_late_writes(run, serve):
     """On a network that takes its time for WRITEs, and none for READs, a client READs what
     it has written."""
-    server = serve("8_malloc", provider)
-    server.check_client("4", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
-                        REORDER_MS="50")
-    assert not server.errors()
-    server.stop()
+    server = serve("8_malloc", "shm", **under_strict(run))
+    client = server.start_client("4", STRICT_WRITE_DELAY_US="50000")
+    client.wait_for("^READ and compared them")
+    client.signal(signal.SIGKILL)
 
 
+@takes_strict
 @pytest.mark.builds("plain")
 @pytest.mark.long
 @pytest.mark.thorough
-def test_alive(serve):
+def test_alive(run, serve):
     """A client that has nothing to ask for as long as its WRITEs take, which is longer than
     the limit of 10 s, keeps its pieces."""
-    server = serve("8_malloc")
-    client = server.start_client("80", LD_PRELOAD=os.path.join(ROOT, BUILD, "reorder.so"),
-                                 REORDER_MS="0", REORDER_COMPLETIONS_MS="6000")
+    server = serve("8_malloc", **under_strict(run, STRICT_LATE_WRITES_US="6000000"))
+    client = server.start_client("80")
     client.wait_for("^Borrowed")
     begun = time.monotonic()
     client.wait_for("^Filled", 60)

@@ -11,15 +11,14 @@ import sys
 import pytest
 
 import chapters
-from harness import BUILD, PROGRAMS, address_of
+from harness import BUILD, PROGRAMS, address_of, under_strict
 from repository import ROOT, build_source, patched, programs, variant
 
 MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
 HALF_DONE = "int main() {  \n  fi_something(;\n"
 OWN = {"mine": "// Based on 7_queue.\n" + MINE, "another": MINE,
        "2nd-try": "// Based on 7_queue.\n" + HALF_DONE, "half_done": HALF_DONE,
-       "7": "// Based on nothing.\n<<<<<<< HEAD\n"}
-
+       "7": "// Based on nothing.\n
 
 def test_beside_the_others(tmp_path):
     """Each is built, by its name, and compared with what it is based on; a number is that of a
@@ -80,14 +79,6 @@ class Made:
         return self.server.output.splitlines()[-1]
 
 
-def preload(library):
-    return {"LD_PRELOAD": os.path.join(ROOT, BUILD, library)}
-
-
-def strict(run):
-    return {**preload("strict.so"), "STRICT_DIR": run.new_folder()}
-
-
 RULES = r"^strict: seen .* rules broken: (\d+) "
 
 
@@ -136,11 +127,13 @@ def test_greedy(run):
     made.stop()
 
 
+@pytest.mark.parametrize("late", [
+    {}, {"STRICT_DELAY_US": "20000", "STRICT_CQ_DELAY_US": "20000"}], ids=["", "late"])
 @pytest.mark.thorough
-def test_feed(run):
+def test_feed(run, late):
     """Each item comes once, and as it was made, on a network without order."""
-    feed = Made(run, "feed", **strict(run))
-    clients = [feed.start(slots, "300") for slots in ("1", "8")]
+    feed = Made(run, "feed", **under_strict(run, **late))
+    clients = [feed.start(slots, "300") for slots in ("4" if late else "1", "8")]
     for client in clients:
         assert client.wait() == 0, client.output
         assert "The sum is correct." in client.output
@@ -149,6 +142,7 @@ def test_feed(run):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
+<<<<<<< HEAD
 def watched(run, program, *args, **env):
     """What the recorder finds in a run over tcp."""
     return subprocess.run(
@@ -171,7 +165,7 @@ def test_feed_without_ours_watched(run):
 @pytest.mark.thorough
 def test_feed_without_credit(run):
     """The client finds it, or the server, and strict.so does not."""
-    feed = Made(run, "feed", WITHOUT_CREDIT(), **strict(run))
+    feed = Made(run, "feed", WITHOUT_CREDIT(), **under_strict(run))
     client = feed.start("8", "2000")
     assert client.wait() == 1
     assert ("error: the sum is not correct" in client.output

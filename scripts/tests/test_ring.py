@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, owned_shm_files
+from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, owned_shm_files, under_strict
 from marks import not_over_verbs
 from repository import QUICKLY, ROOT, make
 
@@ -194,8 +194,7 @@ def test_ring_under_strict_rules(ring, run, count, floats, delay, times):
     """A network as strict as EFA has nothing to complain about: also if a piece comes back
     as a sum before our own WRITE of it has completed."""
     for _ in range(times):
-        some = ring(count, floats, STRICT_CQ_DELAY_US=delay, STRICT_DIR=run.new_folder(),
-                    LD_PRELOAD=os.path.abspath(f"{ROOT}/build/strict.so"))
+        some = ring(count, floats, **under_strict(run, STRICT_CQ_DELAY_US=delay))
         some.check()
         assert len(re.findall("^strict: .*rules broken: 0 ", some.output(), re.M)) == count
 
@@ -210,14 +209,14 @@ def watch(folder, program, *arguments, **env):
 
 @pytest.mark.builds("plain")
 @pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
-@pytest.mark.parametrize("behind,floats", [
-    ("", "8000000"), ("build/strict.so", "8000000"), ("build/reorder.so", "100000")],
+@pytest.mark.parametrize("floats,env", [
+    ("8000000", {}), ("8000000", {"BEHIND": "build/strict.so"}),
+    ("100000", {"BEHIND": "build/strict.so", "STRICT_LATE_WRITES_US": "200000"})],
     ids=["", "strict", "late"])
-def test_watched_ring(tmp_path, behind, floats):
+def test_watched_ring(tmp_path, floats, env):
     """Where each WRITE completes late, a block comes back as a sum before, and waits in its
     slot: our own WRITE still has the place where it goes."""
-    status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, BEHIND=behind, REORDER_MS="0",
-                         REORDER_COMPLETIONS_MS="200")
+    status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, **env)
     assert status == 0 and "No violation seen" in said and " of 3 processes" in said, said
 
 

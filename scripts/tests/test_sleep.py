@@ -9,10 +9,10 @@ import time
 import pytest
 
 from fakes import FakeClient, FakeServer
-from harness import BUILD, PROVIDERS, Server, provider_in
-from marks import not_over_verbs
+from harness import BUILD, PROVIDERS, Server, provider_in, under_strict
+from marks import not_over_verbs, takes_strict
 from messages import TEXT, plain
-from repository import ROOT, variant
+from repository import variant
 from test_strict import SHORT_DELAYS, check_rules
 
 pytestmark = pytest.mark.builds("plain")
@@ -145,15 +145,14 @@ def test_woken(run, provider):
     server.stop()
 
 
-@not_over_verbs("strict.so stands between the programs and tcp or shm")
+@takes_strict
 def test_woken_once(run):
     """Through shm, with a descriptor that only an fi_trywait makes sensitive again. What
     there was no room for is posted all the same. Between the texts, of which there are a
     thousand, both sides sleep."""
-    server = Server(run, HEAVY_SLEEPER(), PROGRAM, "shm", STRICT_WAIT="1",
-                    STRICT_EAGAIN="60", BRAKE="1",
-                    LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
-                    STRICT_DIR=run.new_folder(), **SHORT_DELAYS[PROGRAM])
+    server = Server(run, HEAVY_SLEEPER(), PROGRAM, "shm", BRAKE="1",
+                    **under_strict(run, STRICT_WAIT="1", STRICT_EAGAIN="60",
+                                   **SHORT_DELAYS[PROGRAM]))
     client = server.check_client(timeout=60)
     server.process.wait_for(r"^\[1\] Done\.$")
     server.stop()

@@ -9,9 +9,8 @@
 // process that is killed leaves all that it has recorded. One thread posts and reads
 // completions, as in all programs here; others may read and write files.
 //
-// As in scripts/tests/reorder.cpp, each object of libfabric gets its own copies of its
-// tables of functions. Behind strict.so or reorder.so, if LD_PRELOAD names these after
-// watch.so, it sees what the program sees. Of the calls that post, it knows those that the
+// Each object of libfabric gets its own copies of its tables of functions. In front of
+// strict.so, if LD_PRELOAD names that after watch.so, it sees what the program sees. Of the calls that post, it knows those that the
 // tutorial makes, with one buffer or one word; what others have posted is counted as it
 // completes.
 
@@ -56,6 +55,18 @@
 #pragma GCC visibility push(hidden)
 #define STAND_IN "watch"
 #include "../tests/stand_in.h"
+
+// Gives an object a copy of one of its tables. Returns the table that it had. The library
+// may be newer than our headers and its tables longer, so a table itself says how long it
+// is. Copies are never freed: an object may use its table until the end of its fi_close.
+template <typename Table>
+Table* Replace(Table*& table) {
+  Table* real = table;
+  table = static_cast<Table*>(malloc(real->size));
+  if (table == nullptr) Die("no memory");
+  memcpy(table, real, real->size);
+  return real;
+}
 
 // ---- The file: model.py reads it ----
 

@@ -9,7 +9,7 @@ Usage: scripts/watch/run.py [-o FOLDER] [-q] [-t SECONDS] PROGRAM [CLIENT_ARGUME
   -q  prints only what was found
   -t  seconds, after which both are ended (60)
 What the environment has goes to both. CLIENTS says how many run at once, and BEHIND names a
-library to load behind watch.so: build/strict.so, or build/reorder.so.
+library to load behind watch.so, such as build/strict.so.
 
 Exits with the status of the client, with 1 if a rule was broken."""
 

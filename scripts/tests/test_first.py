@@ -16,7 +16,7 @@ from repository import ROOT
 
 PROGRAM = "2_first"
 # For a client that nobody answers. 4_hello gives up after 10.
-SILENT = 4  # seconds
+SILENT = 2  # seconds
 
 
 def end(client):

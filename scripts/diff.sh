@@ -6,6 +6,7 @@
 # Usage: scripts/diff.sh NUMBER PROGRAM...    (make diff-7)
 # A program of somebody's own has no number. It is named instead: make diff-mine
 # Of a move, shows what it is for, and what it adds to the one before: make diff-5.3
+# Of several, shows what they add together: make diff-6.1-4
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
@@ -28,17 +29,18 @@ paged() {  # COMMAND...
   fi
 }
 
-if [[ $number =~ ^([0-9]+)\.([0-9]+)$ ]]; then
+if [[ $number =~ ^([0-9]+)\.([0-9]+)(-([0-9]+))?$ ]]; then
   before=${BASH_REMATCH[1]}.$((BASH_REMATCH[2] - 1))
-  for state in "$number" "$before"; do
+  last=${BASH_REMATCH[1]}.${BASH_REMATCH[4]:-${BASH_REMATCH[2]}}
+  for state in "$last" "$before"; do
     python3 scripts/moves/moves.py state "$state" "$dir/$state.cpp"
   done
   show() {
-    python3 scripts/moves/moves.py head "$number"
+    [ "$number" != "$last" ] || python3 scripts/moves/moves.py head "$number"
     # Lines that only move to the right are not new; others that move have a colour of
     # their own.
     (cd "$dir" && git diff --no-index --patience -w --color-moved "$before.cpp" \
-      "$number.cpp") || [ $? -eq 1 ]
+      "$last.cpp") || [ $? -eq 1 ]
   }
   paged show
   exit

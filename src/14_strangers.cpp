@@ -390,8 +390,8 @@ struct Endpoint {
     }
     fi_addr_t peer = FI_ADDR_UNSPEC;
     address.resize(kMaxAddressSize);  // libfabric reads as much as it needs
-    bool known = fi_av_insert(av, address.data(), 1, &peer, 0, nullptr) == 1;
-    FiCheck(known ? 0 : -FI_EINVAL,
+    int inserted = fi_av_insert(av, address.data(), 1, &peer, 0, nullptr);
+    FiCheck(inserted == 0 ? -FI_EINVAL : inserted,
             "fi_av_insert (do both sides use the same FI_PROVIDER?)");
     return peer;
   }
@@ -590,10 +590,12 @@ struct Session {
     }
   }
 
-  // Posts what waits, and polls. Returns the number of completions.
+  // Posts what waits, and polls. The RECVs are back before the program answers,
+  // and the peer answers that. Returns the number of completions.
   size_t Poll() {
+    size_t completions = endpoint.PollCompletion();
     PostRecvs();
-    return endpoint.PollCompletion();
+    return completions;
   }
 
   // Puts the message that has come with a RECV into the inbox. One that is too

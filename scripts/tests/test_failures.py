@@ -220,6 +220,27 @@ def test_client_signals_at_work(serve, program, provider):
 
 
 @pytest.mark.builds("plain")
+@pytest.mark.skipif("shm" not in PROVIDERS, reason="there is no shm here")
+def test_client_signals_at_its_first_contact(serve):
+    """Its shared memory outlives the signal, because the server is about to map it. The
+    provider's own handler would delete it at once."""
+    server = serve("7_queue", "shm")
+    server.process.signal(signal.SIGSTOP)
+    client = server.start_client(*server.entry.long)
+    while not owned_shm_files([client.popen.pid], client.born):
+        time.sleep(0.01)
+    time.sleep(0.1)
+    client.signal(signal.SIGINT)
+    time.sleep(0.1)
+    kept = owned_shm_files([client.popen.pid], client.born)
+    assert kept or client.popen.poll() is not None
+    server.process.signal(signal.SIGCONT)
+    assert client.wait() == 1 and not owned_shm_files([client.popen.pid], client.born)
+    server.check_client()
+    server.stop()
+
+
+@pytest.mark.builds("plain")
 @over(PROGRAMS)
 def test_client_signals_at_the_start(serve, program, provider):
     """Clients that are interrupted in their first moments, also before they have turned

@@ -21,8 +21,6 @@ KILLS = int(os.environ.get("KILLS", "1"))
 FLOATS = "1000003"
 CORRECT = (r"^\[{}\] {} bytes in \d+\.\d{{3}} s, bus bandwidth \d+\.\d{{3}} Gbps\. "
            r"Correct\.$")
-default_and_shm = pytest.mark.parametrize("provider", PROVIDERS[:2], ids=["default", "shm"][
-    :len(PROVIDERS)])
 
 
 class Ring:
@@ -90,11 +88,11 @@ def test_late_rank(run, build):
 
 
 @pytest.mark.builds("plain")
-@default_and_shm
-def test_stragglers(ring, provider):
+def test_stragglers(ring):
     """A rank stands still for a while, and then another one, which costs the others that
-    time and no more. In between, nothing but signs of life tells them that all live."""
-    some = ring(4, "8000000", provider)
+    time and no more. In between, nothing but signs of life tells them that all live. (Not
+    over shm, where one that stands still may hold a lock that its neighbour needs.)"""
+    some = ring(4, "8000000")
     some.join()
     time.sleep(random.uniform(0, 0.1))
     some.ranks[2].signal(signal.SIGSTOP)
@@ -220,9 +218,7 @@ def test_watched_ring(tmp_path, behind, floats):
     slot: our own WRITE still has the place where it goes."""
     status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, BEHIND=behind, REORDER_MS="0",
                          REORDER_COMPLETIONS_MS="200")
-    # On a busy machine, a CREDIT may wait for a RECV, which is something to look at.
-    assert status == 0 and re.search("^No (certain )?violation", said, re.M) and \
-        " of 3 processes" in said, said
+    assert status == 0 and "No violation seen" in said and " of 3 processes" in said, said
 
 
 @pytest.mark.thorough

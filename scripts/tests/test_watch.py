@@ -87,7 +87,7 @@ def rules(found):
     return [w.rule for w in found]
 
 
-# The rule of each is that of a smaller program, too.
+# Another program breaks the rule of each, too.
 LARGER = "short-recv", "page-changed", "saved-too-early", "swap-too-early"
 
 

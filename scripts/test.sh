@@ -59,17 +59,17 @@ include_headers() {  # FOLDER
 # that is null is found without a check of each: the program stops there.
 sanitize="-O0 -g1 -fsanitize=address,undefined"
 sanitize+=" -fno-sanitize=null,object-size,returns-nonnull-attribute,vptr"
-compile_headers build -O0 &  # for those that tests build themselves
+quick="-O0 -fPIC"  # also for libraries
+compile_headers build "$quick" &  # for those that tests build themselves
 compile_headers build/sanitized "$sanitize" &
 wait
 # A program of somebody's own is no matter of the tests, and may be half done.
-export TOOL_CXXFLAGS="-O0$(include_headers build)"
+export TOOL_CXXFLAGS="$quick$(include_headers build)"
 export STAND_IN_CXXFLAGS=$TOOL_CXXFLAGS
 make -j2 all OWN= build/sender build/allocator build/inside_queue \
   build/inside_lock build/inside_strangers build/bench_loop build/watch.so stand-ins
 sanitize+=$(include_headers build/sanitized)
-make -j2 all OWN= build/sanitized/allocator BUILD=build/sanitized CXXFLAGS="$sanitize" \
-  TOOL_CXXFLAGS="$sanitize"
+make -j2 all OWN= BUILD=build/sanitized CXXFLAGS="$sanitize"
 
 # With tcp, libfabric 1.17 has 4096 buffers ready for each endpoint, 70 MB that the kernel
 # must clear. The tests need less, and take a tenth less work; test-all has all of them.

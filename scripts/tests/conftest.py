@@ -82,11 +82,12 @@ def each_value_once(items):
         programs = {params(item).get("program") for item in same}
         if len(programs) > 4 and not same[0].get_closest_marker("every_program"):
             same = [item for item in same if params(item)["program"] in EXAMPLES] or same
-        missing = set().union(*map(values, same))
+        has = {item: values(item) for item in same}
+        missing = set().union(*has.values())
         while missing:
-            most = max(same, key=lambda item: len(values(item) & missing))
+            most = max(same, key=lambda item: len(has[item] & missing))
             kept.add(most)
-            missing -= values(most)
+            missing -= has[most]
         kept.update(item for item in same if not params(item))
     return kept
 

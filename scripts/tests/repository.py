@@ -14,7 +14,8 @@ ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../..")
 # For a program that a test builds, when its options must be short. scripts/test.sh has
 # compiled the headers beforehand, which spares such a program a third of its time.
 HEADERS = f"{ROOT}/build/headers.h"
-QUICK_CXXFLAGS = "-O0" + (f" -include {HEADERS}" if os.path.exists(f"{HEADERS}.gch") else "")
+QUICK_CXXFLAGS = "-O0" + (
+    f" -fPIC -include {HEADERS}" if os.path.exists(f"{HEADERS}.gch") else "")
 QUICKLY = ["BUILD=build", f"CXXFLAGS={QUICK_CXXFLAGS}"]
 # Whether nothing is left out: see scripts/README.md.
 ALL = os.environ.get("ALL") == "1"

@@ -38,6 +38,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include <charconv>
 #include <chrono>
 #include <deque>
 #include <functional>
@@ -60,9 +61,11 @@ void Check(ssize_t ret, const char* what) {
 }
 
 std::vector<uint8_t> FromHex(const std::string& hex) {
-  std::vector<uint8_t> bytes;
-  for (size_t i = 0; i + 1 < hex.size(); i += 2) {
-    bytes.push_back(static_cast<uint8_t>(stoul(hex.substr(i, 2), nullptr, 16)));
+  std::vector<uint8_t> bytes(hex.size() / 2);
+  const char* digits = hex.data();
+  for (uint8_t& byte : bytes) {
+    std::from_chars(digits, digits + 2, byte, 16);
+    digits += 2;
   }
   return bytes;
 }

@@ -260,7 +260,7 @@ TABLE = {
         wrong={**WRONG_PAGES, "repeat": [ADDRESS, "8", "8", "8"]},
         sizes=[["1", "1"], ["64", "1000"], ["1048576", "32"]],
         short=["4096", "10"],
-        others=["65536", "100"],
+        others=["65536", "20"],
         long_begun="^.*RandomFill.*=1048576",
         imm_data=True,
         once=["65536", "20"],
@@ -269,12 +269,12 @@ TABLE = {
         fill=fill),
     "7_queue": Entry(
         success="Data is correct.",
-        long=["1048576", "30", "1000000"],
+        long=["1048576", "8", "1000000"],
         wrong={**WRONG_PAGES, **WRONG_REPEATS},
         sizes=[["1", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
         quick=["65536", "100", "3"],
         short=["4096", "10", "1"],
-        others=["65536", "100", "3"],
+        others=["65536", "20", "10"],
         long_begun="^.*RandomFill.*=1048576",
         imm_data=True,
         once=["65536", "100", "1"],
@@ -348,7 +348,6 @@ TABLE = {
 # It asks for the same as 7_queue, and may ask for more.
 TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     guarded=True,
-    long=["1048576", "200", "100000"],
     wrong={**WRONG_PAGES, **WRONG_REPEATS, "too much": [ADDRESS, str(1 << 20), "513"]},
     bad_sessions={**BAD_GUARDED, **bad_fills(nonce_fill, 1 << 20, 512), **bad_repeats(nonce_fill),
                   "PROGRESS": [base(PROGRESS)], "WAIT": [base(WAIT)]},

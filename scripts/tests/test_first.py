@@ -14,7 +14,7 @@ from marks import each_provider, takes_strict, two_providers
 
 PROGRAM = "2_first"
 # For a client that nobody answers. 4_hello gives up after 10.
-SILENT = 4  # seconds
+SILENT = 2  # seconds
 
 
 def end(client):

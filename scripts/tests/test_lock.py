@@ -157,7 +157,7 @@ def test_interrupted(serve, provider):
     """Ctrl-C at any moment: the client says so, and what it was at completes or not."""
     server = serve("10_lock", provider, **LIBFABRIC_LEAKS)
     for rounds in 1, 2:
-        client = server.start_client("3000", HOLD_MS="1")
+        client = server.start_client("1000", HOLD_MS="1")
         client.wait_for("messages and their answers:", 60)
         time.sleep(random.uniform(0, 0.6))
         client.signal(signal.SIGINT)

@@ -44,11 +44,11 @@ def check_whole(server):
     server.process.wait_for(f"^{WHOLE}\n\\Z")
 
 
+@pytest.mark.builds("plain")
 def test_allocator(build):
-    """A million random calls, or fewer where they take long. Each has to do what a
-    simple model expects. A client's piece comes back when its endpoint is closed."""
-    calls = "100000" if "sanitized" in build else "1000000"
-    done = subprocess.run([f"{build}/allocator", calls], cwd=ROOT, text=True,
+    """Each of many random calls has to do what a simple model expects. A client's piece comes
+    back when its endpoint is closed."""
+    done = subprocess.run([f"{build}/allocator", "300000"], cwd=ROOT, text=True,
                           capture_output=True, check=False, timeout=60,
                           env={**os.environ, **LIBFABRIC_LEAKS})
     assert done.returncode == 0, done.stdout + done.stderr

@@ -18,7 +18,8 @@ MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
 HALF_DONE = "int main() {  \n  fi_something(;\n"
 OWN = {"mine": "// Based on 7_queue.\n" + MINE, "another": MINE,
        "2nd-try": "// Based on 7_queue.\n" + HALF_DONE, "half_done": HALF_DONE,
-       "7": "// Based on nothing.\n
+       "7": "// Based on nothing.\n<<<<<<< HEAD\n"}
+
 
 def test_beside_the_others(tmp_path):
     """Each is built, by its name, and compared with what it is based on; a number is that of a
@@ -142,7 +143,6 @@ def test_feed(run, late):
         assert re.findall(RULES, process.output, re.M) == ["0"], process.output
 
 
-<<<<<<< HEAD
 def watched(run, program, *args, **env):
     """What the recorder finds in a run over tcp."""
     return subprocess.run(

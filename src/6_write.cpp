@@ -27,7 +27,6 @@
 #include <functional>
 #include <list>
 #include <memory>
-#include <new>
 #include <numeric>
 #include <optional>
 #include <random>
@@ -56,7 +55,6 @@ constexpr auto kContactGrace = 500ms;      // that a client stays, at least
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
-constexpr size_t kPageAlign = 4096;        // bytes
 constexpr size_t kMaxPageSize = 1 << 20;   // bytes
 constexpr size_t kMaxPages = 16000;        // their indices fit into a message
 constexpr size_t kMaxTransfer = 64 << 20;  // bytes, all pages of a client
@@ -207,14 +205,11 @@ struct Domain {
 // Memory, and the function that frees it.
 using Memory = std::unique_ptr<char[], void (*)(void*)>;
 
-// Allocates whole pages of zeros. Writing the zeros makes sure that each page
-// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+// Allocates zeros. Writing them makes sure that each page exists, which a
+// provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
-  size_t rounded = (size + kPageAlign - 1) / kPageAlign * kPageAlign;
-  Memory data(static_cast<char*>(aligned_alloc(kPageAlign, rounded)), free);
-  if (data == nullptr) throw std::bad_alloc();
-  memset(data.get(), 0, rounded);
-  return data;
+  return Memory(new char[size](),
+                [](void* data) { delete[] static_cast<char*>(data); });
 }
 
 // Memory of a GPU. All calls of CUDA are at the end of this file.
@@ -657,7 +652,7 @@ struct ServedClient {
     size_t completions = session.Poll();
     while (std::optional<Message> message = session.Take()) {
       if (message->type == AppMessageType::kBye) {
-        printf("[%zu] Done: %zu pages written.\n", number, FinishedWriteOps());
+        printf("[%zu] Done.\n", number);
         done = true;
         return completions;
       }
@@ -692,11 +687,6 @@ struct ServedClient {
     }
     printf("[%zu] Received RandomFill request: page_size=%zu num_pages=%zu\n",
            number, page_size, page_idx.size());
-  }
-
-  // Returns how many WRITEs have completed.
-  size_t FinishedWriteOps() const {
-    return source ? posted_write_ops - source->in_flight : 0;
   }
 
   // Posts the next WRITEs, as far as libfabric has room.
@@ -906,14 +896,11 @@ void CudaCheck(cudaError_t ret, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
 }
 
-// Frees memory of CudaAlloc.
-void CudaFree(void* data) { cudaFree(data); }
-
 // Allocates zeroed memory, on the first GPU that CUDA_VISIBLE_DEVICES allows.
 Memory CudaAlloc(size_t size) {
   void* data = nullptr;
   CudaCheck(cudaMalloc(&data, size), "cudaMalloc");
-  Memory memory(static_cast<char*>(data), CudaFree);
+  Memory memory(static_cast<char*>(data), [](void* p) { cudaFree(p); });
   CudaCheck(cudaMemset(data, 0, size), "cudaMemset");
   CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return memory;

@@ -1005,14 +1005,11 @@ void CudaCheck(cudaError_t ret, const char* what) {
   throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(ret));
 }
 
-// Frees memory of CudaAlloc.
-void CudaFree(void* data) { cudaFree(data); }
-
 // Allocates zeroed memory, on the first GPU that CUDA_VISIBLE_DEVICES allows.
 Memory CudaAlloc(size_t size) {
   void* data = nullptr;
   CudaCheck(cudaMalloc(&data, size), "cudaMalloc");
-  Memory memory(static_cast<char*>(data), CudaFree);
+  Memory memory(static_cast<char*>(data), [](void* p) { cudaFree(p); });
   CudaCheck(cudaMemset(data, 0, size), "cudaMemset");
   CudaCheck(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
   return memory;

@@ -18,7 +18,7 @@ def test_terminals(run, monkeypatch):
     server = run([f"./{BUILD}/6_write"])
     client = run([f"./{BUILD}/6_write", address_of(server)])
     assert client.wait() == 0
-    server.wait_for("pages written")
+    server.wait_for("Done")
     server.signal(signal.SIGINT)
     server.wait()
     for side, process in ("server", server), ("client", client):

@@ -156,7 +156,8 @@ def apply(text, patch):
             after += before[at:at + 1] if line[0] == " " else []
             at += 1
         else:
-            raise ValueError(f"it does not fit at line {at + 1}: {line.rstrip()}")
+            raise ValueError(f"it does not fit at line {at + 1}: {line.rstrip()}\n(If that's "
+                             "your answer to an exercise, `git stash` puts it away.)")
     return "".join(after + before[at:])
 
 

@@ -63,7 +63,7 @@ def unseen(run):
         yield "memory of a GPU is not looked at"
     yield "what the program itself reads or writes in memory that it has lent"
     yield ("what goes wrong only when completions come in another order than in this run: "
-           "FI_PROVIDER=shm BEHIND=build/strict.so has another one (by hand: "
+           "BEHIND=build/strict.so has another one (by hand: "
            "LD_PRELOAD=build/watch.so:build/strict.so)")
 
 

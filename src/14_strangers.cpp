@@ -722,6 +722,7 @@ struct WaitingLine {
   void AddAll() {
     while (std::optional<Message> message = listener.Take()) {
       if (message->header.type == AppMessageType::kConnect &&
+          message->body.size() <= kMaxAddressSize &&
           visitors.size() < kMaxWaiting) {
         visitors.push_back({message->body, message->header.nonce});
       }

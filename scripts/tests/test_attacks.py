@@ -180,12 +180,13 @@ def test_junk_at_the_door(run, serve):
 
 
 def test_full_and_filled(run, patient):
-    """A server that is full keeps no message that is none."""
+    """A server that is full keeps no message that is none, and no address that is none."""
     take_places(FakeClient(run, patient))
     stranger = FakeClient(run, patient)
     before = patient.memory()
     for _ in range(200):
         stranger.send(bytes(65536), as_it_is=True)
+        stranger.send(stranger.connect(bytes(65000)))
     assert patient.memory() < before + 10_000
     patient.stop()
 

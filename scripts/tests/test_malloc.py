@@ -123,10 +123,10 @@ def test_stopped_client(run, serve):
     client.signal(signal.SIGSTOP)
     server.process.wait_for(r"^\[\d+\] error: nothing has happened for 10 s")
     server.process.wait_for(r"^The pool lends \d+ bytes in 4 ")
+    assert len(server.errors()) == 1
     client.signal(signal.SIGCONT)
     assert client.wait() == 1, client.output
     assert "error: " in client.output
-    assert len(server.errors()) == 1
     living.signal(signal.SIGINT)
     check_whole(server)
     server.stop()

@@ -768,9 +768,10 @@ struct Client {
   // Takes out the next message to us. Throws if ours could not be sent.
   std::optional<Message> Take() {
     if (!server->error.empty()) throw std::runtime_error(server->error);
-    std::optional<Message> message = mailbox.Take();
-    if (message && message->number != server->number) return std::nullopt;
-    return message;
+    while (std::optional<Message> message = mailbox.Take()) {
+      if (message->number == server->number) return message;
+    }
+    return std::nullopt;
   }
 
   // Tells the server our address, until it answers. With a connection that the

@@ -473,8 +473,8 @@ TEXTS = {
         "test_crowd.py test_deaf_client"),
     "crowd-same-address": ("13_crowd", "      if (before != clients.end()) Forget(before);\n", "",
         "test_crowd.py test_whose_message"),
-    "crowd-number": ("13_crowd", "if (message && message->number != server->number) return",
-        "if (!message) return", "test_crowd.py test_stray_replies"),
+    "crowd-number": ("13_crowd", "if (message->number == server->number) return message;",
+        "return message;", "test_crowd.py test_stray_replies"),
     "crowd-peer": ("13_crowd", ".callback = [this, peer](const RdmaOp& op) { Sent(peer, op); }});",
         ".callback = [this, weak = peer.get()](const RdmaOp& op) {\n"
         "           Sent({std::shared_ptr<Peer>(), weak}, op); }});",

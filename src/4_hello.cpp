@@ -8,6 +8,7 @@
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
 #include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
 #include <rdma/fi_errno.h>
 #include <signal.h>
 #include <stdio.h>
@@ -210,6 +211,7 @@ struct Endpoint {
 
   Owned<fid_av> av;  // the addresses of our peers
   Owned<fid_cq> cq;  // how our operations have ended
+  Owned<fid_eq> eq;  // what happens to the endpoint
   Owned<fid_ep> ep;  // where we post them
 
   explicit Endpoint(Domain& domain) {
@@ -220,6 +222,12 @@ struct Endpoint {
             "fi_av_open");
     FiCheck(fi_cq_open(domain.handle, &cq_attr, &cq.ptr, nullptr),
             "fi_cq_open");
+    // Without an event queue, the efa provider ends the process on some errors
+    // of a peer. We never read it: such a peer falls silent, and we notice. The
+    // opx provider has none.
+    fi_eq_attr eq_attr = {};
+    int ret = fi_eq_open(domain.fabric, &eq_attr, &eq.ptr, nullptr);
+    if (ret != -FI_ENOSYS) FiCheck(ret, "fi_eq_open");
     FiCheck(fi_endpoint(domain.handle, domain.info.get(), &ep.ptr, nullptr),
             "fi_endpoint");
     // Again: in fi_endpoint, the shm provider installs handlers that delete our
@@ -227,6 +235,7 @@ struct Endpoint {
     CatchSignals();
     FiCheck(fi_ep_bind(ep, &av->fid, 0), "fi_ep_bind");
     FiCheck(fi_ep_bind(ep, &cq->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind");
+    if (eq != nullptr) FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");
     FiCheck(fi_enable(ep), "fi_enable");
 
     size_t length = kMaxAddressSize;

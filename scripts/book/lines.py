@@ -11,7 +11,7 @@ import chapters
 # rises. The aims are 53 for 4_hello, 50 for 5_reverse, 6_write and 7_queue, a third
 # for 10_lock, and about a sixth for the others: there, readers skipped what was quoted
 # only because it was new.
-LEAST = {"2_first": 61, "2_verbs": 15, "4_hello": 53, "5_reverse": 70, "6_write": 70,
+LEAST = {"2_first": 61, "2_verbs": 15, "4_hello": 54, "5_reverse": 70, "6_write": 70,
          "7_queue": 73,
          "8_malloc": 22, "9_file": 17, "10_lock": 35, "11_rails": 23, "12_sleep": 39,
          "13_crowd": 15, "14_strangers": 48, "15_ring": 15}

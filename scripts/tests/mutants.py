@@ -225,9 +225,9 @@ TEXTS = {
         "  if (domain.info == nullptr) {", "test_programs.py test_data and 6_write and shm"),
     "offsets": ("6_write", "  if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {",
         "  if (domain.info != nullptr) {", "test_programs.py test_data and 6_write and default"),
-    "event-queue": ("5_reverse", '    if (eq != nullptr) FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");\n',
+    "event-queue": ("4_hello", '    if (eq != nullptr) FiCheck(fi_ep_bind(ep, &eq->fid, 0), "fi_ep_bind");\n',
         "",
-        "test_strict.py test_rules and 5_reverse and default"),
+        "test_strict.py test_rules and 4_hello and default"),
     # What no network here would notice: see strict.cpp and cuda_stub.cpp.
     "strict-order": ("7_queue", "  hints->tx_attr->msg_order = FI_ORDER_SAS;\n", "",
         "test_strict.py test_rules and 7_queue and not gpu"),

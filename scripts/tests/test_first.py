@@ -115,7 +115,7 @@ def test_one_digit(first):
 @takes_strict
 @two_providers
 def test_strict(run, first, provider):
-    """It breaks one of EFA's rules: it has no event queue, which chapter 5 brings."""
+    """It breaks one of EFA's rules: it has no event queue, which chapter 4 brings."""
     for text in "Hello, world!", "x" * 3000:
         server = first(provider, **under_strict(run))
         client = server.start_client(text)

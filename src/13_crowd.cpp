@@ -46,9 +46,12 @@ using Clock = std::chrono::steady_clock;
 constexpr size_t kMaxAddressSize = 256;   // bytes
 constexpr size_t kMaxMessageSize = 2048;  // bytes
 constexpr size_t kRecvCount = 64;         // RECVs posted at a time
+constexpr size_t kClientRecvCount = 4;    // those of a client
 constexpr auto kSilenceLimit = 10s;       // then we give up
 constexpr auto kIdlePause = 500us;        // where nothing can wake us
 constexpr auto kContactGrace = 500ms;     // that a client stays, at least
+
+constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
 constexpr size_t kMaxClients = 4000;  // at a time
 constexpr size_t kMaxUnsent = 16;     // messages to one that have not left
@@ -334,10 +337,11 @@ struct Endpoint {
   }
 
   // Reads what has completed and calls back. Many providers work only while we
-  // read. Returns the number of completions. Throws if a callback does.
+  // read. Returns the number of completions. Throws if a callback does: that of
+  // an error, which is read alone.
   size_t PollCompletion() {
-    fi_cq_data_entry entry;
-    ssize_t ret = fi_cq_read(cq, &entry, 1);
+    fi_cq_data_entry entries[kCompletionQueueReadCount];
+    ssize_t ret = fi_cq_read(cq, entries, kCompletionQueueReadCount);
     if (ret == -FI_EAGAIN) return 0;
     domain.empty_wakes = 0;
     if (ret == -FI_EAVAIL) {
@@ -345,8 +349,10 @@ struct Endpoint {
       return 1;
     }
     FiCheck(ret, "fi_cq_read");
-    Complete(entry.op_context, entry.len, "");
-    return 1;
+    for (ssize_t i = 0; i < ret; ++i) {
+      Complete(entries[i].op_context, entries[i].len, "");
+    }
+    return size_t(ret);
   }
 
   // Ends an operation: its record is free for another one. Calls back.
@@ -440,8 +446,8 @@ struct Mailbox {
   Clock::time_point opened_at = heard_at;
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
-  explicit Mailbox(Domain& domain) : endpoint(domain) {
-    for (size_t i = 0; i < kRecvCount; ++i) {
+  Mailbox(Domain& domain, size_t num_recvs) : endpoint(domain) {
+    for (size_t i = 0; i < num_recvs; ++i) {
       recv_bufs.emplace_back(domain, kMaxMessageSize, FI_RECV);
     }
     PostRecvs();
@@ -629,7 +635,7 @@ struct Server {
   size_t num_texts = 0;
   std::string printed;  // how things stood when we looked last
   Clock::time_point looked_at = Clock::now();
-  Mailbox mailbox{domain};
+  Mailbox mailbox{domain, kRecvCount};
 
   // Handles the messages that have come. Returns the number of completions.
   size_t Poll() {
@@ -758,7 +764,8 @@ struct Client {
   Mailbox mailbox;
 
   Client(Domain& domain, const Address& server_addr)
-      : server(std::make_shared<Peer>(domain)), mailbox(domain) {
+      : server(std::make_shared<Peer>(domain)),
+        mailbox(domain, kClientRecvCount) {
     server->addr = mailbox.endpoint.AddPeerAddress(server_addr);
     std::random_device random;
     server->number = uint64_t{random()} << 32 | random();
@@ -807,7 +814,10 @@ struct Client {
   // Polls. Returns whether the answer has come. Throws if nothing comes, or not
   // what should come.
   bool HasAnswer() {
-    while (mailbox.Poll() > 0) continue;  // before we look at the clock
+    // Looks at the clock only when all that has come is read.
+    if (mailbox.Poll() == 0) {
+      CheckSilence(mailbox.heard_at, "waiting for the reversed text");
+    }
     while (std::optional<Message> message = Take()) {
       if (message->type == AppMessageType::kAccept) continue;  // a second one
       if (BodyOf(*message, AppMessageType::kText) !=
@@ -816,7 +826,6 @@ struct Client {
       }
       waiting = false;
     }
-    CheckSilence(mailbox.heard_at, "waiting for the reversed text");
     return !waiting;
   }
 

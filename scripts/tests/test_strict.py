@@ -235,8 +235,8 @@ def test_rail_fails(strict, failure):
     # the second rail may be as late: the first one must not have done everything by then.
     client = server.check_client("65536", "100", "10", STRICT_ADAPTERS="2",
                                  STRICT_DELAY_US="100000")
-    assert server.process.output.count(" is given up: ") == 1
     server.process.wait_for(r"^\[1\] Done\.$")
+    assert server.process.output.count(" is given up: ") == 1
     written = re.findall(r"^\[1\] .* WRITE: \d+%, (\d+)/1000, ", server.process.output, re.M)
     assert int(written[-1]) <= 1000
     server.stop()

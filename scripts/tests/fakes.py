@@ -162,14 +162,15 @@ class FakeServer(FakeClient):
     """Accepts a client of a program, unless it is told not to, then answers it with
     whatever bytes a test makes up."""
 
-    def __init__(self, run, build, program, *args, provider="", accepts=True):
+    def __init__(self, run, build, program, *args, provider="", accepts=True, meets=True):
         self.program = program
         provider = chosen_provider(run, build, program, provider)
         self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
         self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
         self.client = run([f"{build}/{program}", self.address, *args], provider)
-        self.meet()
-        if accepts:
+        if meets:
+            self.meet()
+        if meets and accepts:
             self.send(self.accept())
 
     def meet(self):

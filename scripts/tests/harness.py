@@ -128,11 +128,21 @@ class Process:
         self.reader.join(timeout)
         return self.popen.returncode
 
-    def cpu_seconds(self):
-        """How long it has had a core so far."""
-        with open(f"/proc/{self.popen.pid}/stat") as stat:
+    def cpu_seconds(self, main_thread=False):
+        """How long it has had a core so far, or its main thread alone."""
+        folder = f"/proc/{self.popen.pid}" + f"/task/{self.popen.pid}" * main_thread
+        with open(f"{folder}/stat") as stat:
             user, system = stat.read().rpartition(")")[2].split()[11:13]
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def status(self, name):
+        """A number in what the kernel tells of it."""
+        with open(f"/proc/{self.popen.pid}/status") as file:
+            return int(re.search(rf"^{name}:\s+(\d+)", file.read(), re.M)[1])
+
+    def pauses(self):
+        """How often it has waited for something so far, and left its core meanwhile."""
+        return self.status("voluntary_ctxt_switches")
 
     def descriptors(self):
         """How many it has open."""
@@ -275,11 +285,19 @@ class Server:
     def check_client(self, *args, netns=None, timeout=60, **env):
         """Runs a client, which must succeed. Returns it."""
         client = self.start_client(*(args or self.entry.quick), netns=netns, **env)
-        status = client.wait(timeout)
-        assert status == 0, client.output + "\nserver:\n" + self.process.output
+        self.check_success(client, timeout)
+        return client
+
+    def check_all(self, clients, timeout=120):
+        """Waits for clients, all of which must succeed. Nothing may have gone wrong."""
+        for client in clients:
+            self.check_success(client, timeout)
+        assert not self.errors()
+
+    def check_success(self, client, timeout):
+        assert client.wait(timeout) == 0, client.output + "\nserver:\n" + self.process.output
         assert self.entry.success in client.output
         self.check_file(client)
-        return client
 
     @contextlib.contextmanager
     def others(self, *args, count=2):
@@ -309,8 +327,7 @@ class Server:
 
     def memory(self):
         """What it has of the machine's memory, in kB."""
-        with open(f"/proc/{self.process.popen.pid}/status") as status:
-            return int(re.search(r"VmRSS:\s+(\d+)", status.read())[1])
+        return self.process.status("VmRSS")
 
     def pool_line(self, number, timeout=40):
         """What 8_malloc has printed about its pool after a client has gone."""

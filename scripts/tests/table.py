@@ -61,9 +61,6 @@ class Entry(typing.NamedTuple):
     one_endpoint: bool = False
     # The longest text that it sends, in bytes.
     longest_text: int = 0
-    # All WRITEs but the last are in flight at the same time, and each page is written
-    # once: otherwise a WRITE that comes too late would find its data in place already.
-    once: list = []
 
     # What is wrong, and the messages of a session that end it. Without sessions, any
     # message is a text.
@@ -263,7 +260,6 @@ TABLE = {
         others=["65536", "20"],
         long_begun="^.*RandomFill.*=1048576",
         imm_data=True,
-        once=["65536", "20"],
         bad_sessions={**BAD_PLAIN, **bad_fills(fill, 1 << 20, 64),
                       "PROGRESS": [plain(PROGRESS)]},
         fill=fill),
@@ -277,7 +273,6 @@ TABLE = {
         others=["65536", "20", "10"],
         long_begun="^.*RandomFill.*=1048576",
         imm_data=True,
-        once=["65536", "100", "1"],
         bad_sessions={**BAD_PLAIN, **bad_fills(fill_repeatedly, 1 << 20, 64),
                       **bad_repeats(fill_repeatedly), "PROGRESS": [plain(PROGRESS)]},
         fill=fill_repeatedly),
@@ -322,15 +317,6 @@ TABLE = {
         bad_sessions={**BAD_PLAIN, **BAD_TABLES},
         work=plain(JOIN),
         most_added=100),
-    "12_sleep": Entry(
-        success="Of 1000 answers, half took up to ",
-        long=["x" * 60000],
-        wrong=WRONG_TEXTS,
-        sizes=[["x"], ["0123456789" * 600]],
-        # It sends the texts of 5_reverse, a thousand times each: test_texts need not.
-        longest_text=0,
-        bad_sessions={**BAD_PLAIN, "after a good one": [plain(TEXT) + b"text", plain(7)]},
-        work=plain(TEXT) + b"x" * 60000),
     "13_crowd": Entry(
         success=" texts, all correct, ",
         long=["8", "1000000"],
@@ -345,6 +331,10 @@ TABLE = {
         most_removed=26),
 }
 
+# It sends the texts of 5_reverse, a thousand times each: test_texts need not.
+TABLE["12_sleep"] = TABLE["5_reverse"]._replace(
+    success="Of 1000 answers, half took up to ", sizes=[["x"], ["0123456789" * 600]],
+    others=[], longest_text=0, most_removed=12)
 # It asks for the same as 7_queue, and may ask for more.
 TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     guarded=True,

@@ -3,7 +3,6 @@
 its reader try, before a move and after it, is in test_walk.py."""
 
 import contextlib
-import os
 import re
 import resource
 import signal
@@ -339,14 +338,4 @@ def test_long_line(run):
     client.process.write("wait")
     time.sleep(3)
     assert client.process.output.count("\nreceived ") == 4
-    server.stop()
-
-
-def test_closed_descriptors(serve):
-    """Without standard input and error, no file of libfabric's takes their numbers, in
-    which the server's lines would end."""
-    server = serve(STRANGERS, "tcp", wrapper=["sh", "-c", 'exec "$0" "$@" <&- 2>&-'])
-    folder = f"/proc/{server.process.popen.pid}/fd"
-    assert {os.readlink(f"{folder}/{number}") for number in (0, 2)} == {"/dev/null"}
-    server.check_client(*SHORT)
     server.stop()

@@ -17,7 +17,7 @@ import pytest
 
 from fakes import CrowdGuest, FakeClient
 from harness import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
-                     owned_shm_files, under_strict)
+                     nobody_at, owned_shm_files, under_strict)
 from marks import ends_in_a_rendezvous, not_over_verbs, over, takes_strict, two_providers
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
@@ -47,19 +47,6 @@ def test_killed_clients(serve, program, provider):
     server.stop()
 
 
-def reserve_port(server):
-    """Keeps the port of a server that has gone from other processes, which would get
-    its clients' messages. Nobody listens on it."""
-    address = bytes.fromhex(server.address)
-    if server.provider == "shm" or len(address) != 16:
-        return None
-    kind = socket.SOCK_DGRAM if "udp" in server.provider else socket.SOCK_STREAM
-    reserved = socket.socket(socket.AF_INET, kind)
-    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("0.0.0.0", int.from_bytes(address[2:4], "big")))
-    return reserved
-
-
 @pytest.mark.builds("sanitized")  # it takes long
 @pytest.mark.parametrize("program", ["4_hello", "7_queue", "14_strangers"])
 def test_server_gone(serve, run, build, program):
@@ -69,21 +56,18 @@ def test_server_gone(serve, run, build, program):
     for server in servers:
         server.process.signal(signal.SIGKILL)
         server.process.wait()
-    reserved = [reserve_port(server) for server in servers]
-    clients = [server.start_client(*server.entry.short) for server in servers]
     # Addresses that are well-formed and nobody's: port 9 here, and a name.
     nobody = {"": "020000097f0000010000000000000000",
               "shm": b"fi_shm://1:0:0\0".hex()}
-    clients += [run([f"{build}/{program}", address], provider)
-                for provider, address in nobody.items()]
-    for client in clients:
-        assert client.wait() == 1, client.output
-        assert "error: " in client.output
-        assert " the same FI_PROVIDER?" in client.output or \
-            "still running?" in client.output
-    for port in reserved:
-        if port:
-            port.close()
+    with contextlib.ExitStack() as stack:
+        for server in servers:
+            stack.enter_context(nobody_at(server.address))
+        clients = [server.start_client(*server.entry.short) for server in servers]
+        clients += [run([f"{build}/{program}", address], provider)
+                    for provider, address in nobody.items()]
+        for client in clients:
+            assert client.wait() == 1, client.output
+            assert re.search("error: .*( the same FI_PROVIDER|still running)[?]", client.output)
 
 
 @not_over_verbs("under that limit, no client gets through to the server")
@@ -95,8 +79,7 @@ def test_no_memory(serve, program, pages, mb):
     next."""
     server = serve(program)
     pid = server.process.popen.pid
-    with open(f"/proc/{pid}/status") as status:
-        size = int(re.search(r"VmSize:\s+(\d+)", status.read())[1]) * 1024
+    size = server.process.status("VmSize") * 1024
     resource.prlimit(pid, resource.RLIMIT_AS,
                      (size + (mb << 20), resource.RLIM_INFINITY))
     client = server.start_client(*map(str, pages), "1")
@@ -345,6 +328,12 @@ def test_idle_in_a_session(run, serve, provider):
 
 # ---- Arguments ----
 
+def ran(build, program, *args, **env):
+    """One that ends by itself, and soon."""
+    return subprocess.run([f"{build}/{program}", *args], cwd=ROOT, text=True, check=False,
+                          capture_output=True, timeout=20, env={**os.environ, **env})
+
+
 def client_args(program, address=ADDRESS):
     """The fewest arguments that a client takes."""
     return [address, *TABLE[program].least]
@@ -361,9 +350,7 @@ def test_wrong_arguments(build, program):
 
     def check(case):
         what, args = case
-        done = subprocess.run([f"{build}/{program}", *args], cwd=ROOT,
-                              text=True, capture_output=True, check=False,
-                              timeout=20)
+        done = ran(build, program, *args)
         assert done.returncode == 2, (what, done)
         assert done.stderr.startswith("error: "), (what, done)
         assert "Usage:" in done.stderr, (what, done)
@@ -379,9 +366,7 @@ def test_wrong_arguments(build, program):
 def test_address_of_another_provider(build, program):
     """It is well-formed; only this provider has no such addresses."""
     for address in [b"fi_shm://1:0:0\0".hex(), *[ADDRESS[:-2]] * TABLE[program].guarded]:
-        done = subprocess.run([f"{build}/{program}", *client_args(program, address)],
-                              cwd=ROOT, text=True, capture_output=True,
-                              check=False, timeout=20)
+        done = ran(build, program, *client_args(program, address))
         assert done.returncode == 1
         assert re.match(r"error: .* is not an address of (our )?provider.*|error: fi_av_insert "
                         r"\(do both sides use the same FI_PROVIDER\?\): Invalid argument\n$",
@@ -391,8 +376,7 @@ def test_address_of_another_provider(build, program):
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(build, program):
-    done = subprocess.run([f"{build}/{program}", "--help"], cwd=ROOT, text=True,
-                          capture_output=True, check=False)
+    done = ran(build, program, "--help")
     assert done.returncode == 0
     assert done.stdout.startswith("Usage:") and "ADDRESS" in done.stdout
     assert not done.stderr
@@ -406,8 +390,7 @@ def test_no_gpu(build, program):
     if os.path.exists("/dev/nvidia0"):
         pytest.skip("there is one")
     for args in ["--gpu"], ["--gpu", ADDRESS]:
-        done = subprocess.run([f"{build}/{program}", *args], cwd=ROOT, text=True,
-                              capture_output=True, check=False)
+        done = ran(build, program, *args)
         assert done.returncode == 1 and not done.stdout, done
         assert re.fullmatch(r"error: (cudaMalloc: .*|built without CUDA)\n", done.stderr), done
 
@@ -416,9 +399,7 @@ def test_no_gpu(build, program):
 def test_no_provider(build, program):
     """An error that says what was tried."""
     for args in [], client_args(program):
-        done = subprocess.run([f"{build}/{program}", *args], cwd=ROOT, text=True,
-                              capture_output=True, check=False,
-                              env={**os.environ, "FI_PROVIDER": "none"})
+        done = ran(build, program, *args, FI_PROVIDER="none")
         assert done.returncode == 1
         assert done.stderr.startswith(
             "error: fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is): No data")

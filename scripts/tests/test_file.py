@@ -14,7 +14,7 @@ import time
 import pytest
 
 from fakes import FakeServer, FileSender
-from harness import BUILD, LIBFABRIC_LEAKS, TIME_FACTOR, Server, write_source
+from harness import BUILD, LIBFABRIC_LEAKS, TIME_FACTOR, write_source
 from marks import each_provider, two_providers
 from messages import (BYE, FAILED, PROGRESS, PUT, SAVED, chunk, credit, plain, put,
                       ready)
@@ -81,16 +81,6 @@ def waiting_disk(run):
 CASES = [(0, 8), (MIB, 8), (MIB + 1, 1), (20 * MIB, 16)]
 
 
-def check_all(server, clients):
-    """Waits for clients, all of which must succeed."""
-    for client in clients:
-        assert client.wait() == 0, client.output + server.process.output
-        assert server.entry.success in client.output
-        server.check_file(client)
-    assert not os.listdir(server.folder)
-    assert not server.errors()
-
-
 @pytest.mark.builds("plain")  # test_four_clients has the others
 @each_provider
 def test_sizes(serve, provider):
@@ -100,8 +90,9 @@ def test_sizes(serve, provider):
     # At a time: over sockets, one of many now and then hears nothing for 10 s.
     count = 1 if provider == "sockets" else len(CASES)
     for i in range(0, len(CASES), count):
-        check_all(server, [server.start_client(str(size), str(slots))
-                           for size, slots in CASES[i:i + count]])
+        server.check_all([server.start_client(str(size), str(slots))
+                          for size, slots in CASES[i:i + count]])
+    assert not os.listdir(server.folder)
     server.stop()
 
 
@@ -472,8 +463,6 @@ def test_bad_answers(run, build):
     with concurrent.futures.ThreadPoolExecutor(10) as pool:
         list(pool.map(check, answers))
 
-
-# ---- Several at once ----
 
 # ---- Processes that go ----
 

@@ -35,6 +35,16 @@ def check_left(server, rounds=1):
     return [int(text) for text in line.groups()[1:4]]
 
 
+def check_entries(server, total):
+    """Waits until there are so many. The first clients may have gone before others come."""
+    entries = rounds = 0
+    while entries < total:
+        rounds += 1
+        entries, holes, changes = check_left(server, rounds)
+        assert holes == 0 and entries == changes
+    assert entries == total
+
+
 def turns(client):
     """What a client says about turns: of its own that others have ended, and of
     others that it has ended."""
@@ -56,13 +66,7 @@ def test_together(serve, provider):
             assert "Data is correct." in client.output
         if number == 1:  # there is nobody else to take or end a turn
             assert turns(client) == [0, 0]
-        # The first ones may have gone before the others have come.
-        rounds = entries = 0
-        while entries < total * COUNT:
-            rounds += 1
-            entries, holes, changes = check_left(server, rounds)
-            assert holes == 0 and entries == changes
-        assert entries == total * COUNT
+        check_entries(server, total * COUNT)
     assert not server.errors()
     server.stop()
 
@@ -329,12 +333,7 @@ def test_late_writes(run, serve, provider):
     clients = [server.start_client("15", STRICT_WRITE_DELAY_US="20000") for _ in range(2)]
     for client in clients:
         assert client.wait() == 0, client.output
-    rounds = entries = 0
-    while entries < 30:  # the first may have gone when the second comes
-        rounds += 1
-        entries, _, changes = check_left(server, rounds)
-        assert entries == changes
-    assert entries == 30
+    check_entries(server, 30)
     assert not server.errors()
     server.stop()
 

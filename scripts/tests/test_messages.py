@@ -11,9 +11,8 @@ import time
 
 import pytest
 
-import fakes
-from fakes import FakeClient
-from harness import BUILD, LIBFABRIC_LEAKS, PROGRAMS, Server
+from fakes import FakeClient, FakeServer
+from harness import LIBFABRIC_LEAKS, PROGRAMS, Server
 from marks import ends_in_a_rendezvous, two_providers
 from messages import (ACCEPT, BYE, CONNECT, FAILED, LONGEST, PROGRESS, REFUSED, TEXT, base,
                       plain, read_fill, type_of)
@@ -53,6 +52,21 @@ def others(server):
         yield
 
 
+@pytest.fixture
+def meet(run, serve):
+    """A server, and a client that says what it likes to it while another one comes and goes.
+    Afterwards, the server serves the next one, and ends as it should."""
+    @contextlib.contextmanager
+    def start(program, provider="", **env):
+        server = serve(program, provider, **env)
+        client = FakeClient(run, server)
+        with others(server):
+            yield server, client
+        server.check_client()
+        server.stop()
+    return start
+
+
 @each_program
 def test_at_the_door(run, serve, program, provider):
     """Messages that open no session. 14_strangers says nothing about them: there may be
@@ -67,7 +81,7 @@ def test_at_the_door(run, serve, program, provider):
             server.process.wait_for(f"^Received {len(message)} bytes: ")
         messages = []
     else:
-        begin, connect = server.entry.base, client.connect()
+        begin = server.entry.base
         messages = [b"", b"x", begin(CONNECT)[:-1], begin(0), begin(99), begin(2**32 - 1),
                     begin(TEXT) + b"text", begin(BYE), b"\0" * LONGEST]
         if server.entry.fill:
@@ -93,14 +107,12 @@ def test_at_the_door(run, serve, program, provider):
 
 @each_session
 @pytest.mark.every_program
-def test_in_a_session(run, serve, program, provider):
+def test_in_a_session(meet, program, provider):
     """Messages that end the session of their sender. Where sessions have a nonce, what has
     another one does not, whatever it is: it comes from a stranger, or was meant for a
     client that had the address of this session before."""
-    server = serve(program, provider)
-    client = FakeClient(run, server)
-    bad = server.entry.bad_sessions
-    with others(server):
+    bad = TABLE[program].bad_sessions
+    with meet(program, provider) as (server, client):
         for what, messages in bad.items():
             client.open_session()
             for stray in [stray_accept(client), b"", b"x", base(BYE)[:-1], base(BYE),
@@ -116,74 +128,59 @@ def test_in_a_session(run, serve, program, provider):
                     pass
                 client.send(plain(BYE))
                 client.expect("Done")
-    server.check_client()
-    server.stop()
 
 
 @two_providers
 @pytest.mark.parametrize("program", [p for p in SESSIONS if TABLE[p].fill])
-def test_second_request(run, serve, program, provider):
+def test_second_request(meet, program, provider):
     """A session has one request: what it has asked for may still be in flight."""
-    server = serve(program, provider)
-    client = FakeClient(run, server)
-    client.open_session()
-    for _ in range(2):
-        client.send(client.work())
-    client.expect("error: bad message: ")
-    server.check_client()
-    assert len(server.errors()) == 1
-    server.stop()
+    with meet(program, provider) as (server, client):
+        client.open_session()
+        for _ in range(2):
+            client.send(client.work())
+        client.expect("error: bad message: ")
+        assert len(server.errors()) == 1
 
 
 @pytest.mark.parametrize("program", SESSIONS)
-def test_too_long(run, serve, program):
+def test_too_long(meet, program):
     """A message that is longer than the RECVs of a session. A program that guards itself
     takes it for a stranger's. Not through shm: see test_at_the_door."""
-    server = serve(program)
-    client = FakeClient(run, server)
-    guarded = server.entry.guarded
-    with others(server):
+    guarded = TABLE[program].guarded
+    with meet(program) as (server, client):
         client.open_session()
         client.send(b"\0" * (LONGEST + 1), "(sent|failed)")
         if guarded:
             client.send(base(BYE))
         client.expect("Done" if guarded else "error: RECV failed: ")
-    assert len(server.errors()) == (not guarded)
-    server.check_client()
-    server.stop()
+        assert len(server.errors()) == (not guarded)
 
 
 @each_session
 @ends_in_a_rendezvous
-def test_bye(run, serve, program, provider):
+def test_bye(meet, program, provider):
     """A client may leave at any moment."""
-    server = serve(program, provider)
-    client = FakeClient(run, server)
-    with others(server):
+    with meet(program, provider) as (server, client):
         for working in False, True:
             client.open_session()
             if working:
                 client.send(client.work())
             client.send(server.entry.base(BYE))
             client.expect("Done")
-    assert not server.errors()
-    server.check_client()
+        assert not server.errors()
     assert not server.folder or not os.listdir(server.folder)
-    server.stop()
 
 
 @each_session
-def test_impossible_addresses(run, serve, program, provider):
+def test_impossible_addresses(meet, program, provider):
     """CONNECTs from nowhere."""
-    server = serve(program, provider, **LIBFABRIC_LEAKS)
-    client = FakeClient(run, server)
-    wrong = [b"", b"\1", b"\xff" * 256, b"f" * 256, b"\0" * 15]
-    if server.entry.guarded:
-        wrong += [client.address[:-1], client.address + b"\1"]
-    elif provider == "shm":
-        # It takes any name, and finds nobody there.
-        wrong = []
-    with others(server):
+    with meet(program, provider, **LIBFABRIC_LEAKS) as (server, client):
+        wrong = [b"", b"\1", b"\xff" * 256, b"f" * 256, b"\0" * 15]
+        if server.entry.guarded:
+            wrong += [client.address[:-1], client.address + b"\1"]
+        elif provider == "shm":
+            # It takes any name, and finds nobody there.
+            wrong = []
         for count, address in enumerate(wrong, 1):
             client.send(client.connect(address=address))
             server.process.wait_for(r"^(\[\d+\] )?error: .*( is not an address|fi_av_insert)",
@@ -191,8 +188,6 @@ def test_impossible_addresses(run, serve, program, provider):
         # The server may answer itself, and ignores that.
         client.send(client.connect(address=bytes.fromhex(server.address)))
         server.process.wait_for("Received CONNECT .* " + server.address)
-    server.check_client()
-    server.stop()
 
 
 def dead_addresses(provider):
@@ -233,11 +228,9 @@ def test_dead_addresses(run, serve, program, provider):
 
 @two_providers
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].fill])
-def test_memory_that_is_not_there(run, serve, program, provider):
+def test_memory_that_is_not_there(meet, program, provider):
     """Memory that the client has not registered, with a key that it has not got."""
-    server = serve(program, provider)
-    client = FakeClient(run, server)
-    with others(server):
+    with meet(program, provider) as (server, client):
         client.open_session()
         client.send(server.entry.fill(addr=0xdead000, size=1 << 40, rkey=0x1234))
         # The client takes part, because its provider has to refuse the WRITEs.
@@ -245,9 +238,7 @@ def test_memory_that_is_not_there(run, serve, program, provider):
         # The shm provider does not say which operation has failed.
         client.expect("error: an operation failed: " if provider == "shm" else
                       "error: WRITE failed: .*")
-    assert len(server.errors()) == 1
-    server.check_client()
-    server.stop()
+        assert len(server.errors()) == 1
 
 
 @pytest.mark.parametrize("program,provider", [
@@ -319,16 +310,10 @@ def test_gave_up(run):
 
 # ---- Answers that no server of ours would give ----
 
-class FakeServer(fakes.FakeServer):
-    """Answers a client with whatever bytes a test makes up, already while it
-    connects."""
-
-    def __init__(self, run, build, program, provider=""):
-        self.program = program
-        self.process = run([f"{BUILD}/sender"], provider, stdin=-1)
-        self.address = self.process.wait_for(r"address ([0-9a-f]+)\n")[1]
-        args = TABLE[program].least or TABLE[program].others
-        self.client = run([f"{build}/{program}", self.address, *args], provider)
+def fake_server(run, build, program, provider=""):
+    """Answers a client with whatever bytes a test makes up, already while it connects."""
+    return FakeServer(run, build, program, *(TABLE[program].least or TABLE[program].others),
+                      provider=provider, meets=False)
 
 
 @each_once
@@ -348,8 +333,7 @@ def test_bad_answers(run, build, program, provider):
             "another type": lambda server: [begin(TEXT)],
             "cut short": lambda server: [server.accept(), begin(TEXT)[:-1]],
         })}
-    servers = {what: FakeServer(run, build, program, provider)
-               for what in answers}
+    servers = {what: fake_server(run, build, program, provider) for what in answers}
     for what, server in servers.items():
         server.meet()
         for message in answers[what](server):
@@ -371,7 +355,7 @@ def test_interrupted_while_waiting(run, build, program, provider):
     entry = TABLE[program]
     if provider in entry.refused_by:
         pytest.skip("this provider lacks what the program needs")
-    server = FakeServer(run, build, program, provider)
+    server = fake_server(run, build, program, provider)
     server.meet()
 
     def send_strays():
@@ -401,7 +385,7 @@ def test_interrupted_while_waiting(run, build, program, provider):
 def test_terrible_texts_of_servers(run, build):
     """A client that guards itself prints the reason for which it is refused as it is, but
     for all that is not plain ASCII: what clears a terminal or colours what follows."""
-    server = FakeServer(run, build, STRANGERS)
+    server = fake_server(run, build, STRANGERS)
     server.meet()
     server.send(server.accept())
     server.receive()

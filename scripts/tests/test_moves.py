@@ -123,9 +123,13 @@ RUNS = [(*move, provider) for move in MOVES for provider in PROVIDERS
         if provider in ("", "shm")]
 
 
+def position(step, word):
+    """The number of a move."""
+    return [moves.word(path) for path in moves.patches(step)].index(word) + 1
+
+
 def start(run, step, name, provider, *arguments):
-    words = [moves.word(path) for path in moves.patches(step)]
-    return First(run, build(step), name_of(step, words.index(name) + 1), provider, *arguments)
+    return First(run, build(step), name_of(step, position(step, name)), provider, *arguments)
 
 
 @pytest.mark.static

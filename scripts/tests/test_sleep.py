@@ -1,7 +1,6 @@
 """When 12_sleep sleeps, and what wakes it. That it is as right as the others is in the
 tests of all programs; test_data sends 1000 texts over each provider."""
 
-import os
 import re
 import signal
 import time
@@ -31,17 +30,13 @@ STOPPABLE = [provider for provider in PROVIDERS if provider != "shm"]
 def shares_of_a_core(processes, seconds=2):
     """How much of a core the main thread of each takes. The provider sockets has one of
     its own, which polls as long as anything is in flight."""
-    def ticks(process):
-        pid = process.popen.pid
-        with open(f"/proc/{pid}/task/{pid}/stat") as stat:
-            fields = stat.read().rsplit(")", 1)[1].split()
-        return int(fields[11]) + int(fields[12])
+    def used():
+        return [process.cpu_seconds(main_thread=True) for process in processes]
 
-    before, started = [ticks(process) for process in processes], time.monotonic()
+    before, started = used(), time.monotonic()
     time.sleep(seconds)
-    all_ticks = os.sysconf("SC_CLK_TCK") * (time.monotonic() - started)
-    return [(ticks(process) - earlier) / all_ticks
-            for process, earlier in zip(processes, before)]
+    passed = time.monotonic() - started
+    return [(now - earlier) / passed for now, earlier in zip(used(), before)]
 
 
 def check_asleep(processes):
@@ -73,15 +68,10 @@ def test_long_pauses(run, serve):
     server = serve(PROGRAM, "shm")
     FakeClient(run, server).open_session()
     time.sleep(1.5)
-
-    def pauses():
-        with open(f"/proc/{server.process.popen.pid}/status") as file:
-            return int(re.search(r"^voluntary_ctxt_switches:\s*(\d+)", file.read(), re.M)[1])
-
-    before, started = pauses(), time.monotonic()
+    before, started = server.process.pauses(), time.monotonic()
     time.sleep(2)
     # A busy machine only makes them longer.
-    assert 0 < (pauses() - before) / (time.monotonic() - started) <= 65
+    assert 0 < (server.process.pauses() - before) / (time.monotonic() - started) <= 65
     server.stop()
 
 

@@ -14,8 +14,7 @@ from fakes import Borrower, FakeClient, FakeServer, FileSender
 from harness import (BUILD, PROGRAMS, ROOT, TIME_FACTOR, First,
                      provider_in)
 from marks import each_provider, not_over_verbs
-from messages import (BYE, JOIN, MALLOC, PROGRESS, REFUSED, TEXT, base, plain, read_reply,
-                      request)
+from messages import BYE, JOIN, MALLOC, PROGRESS, TEXT, base, plain, read_reply
 from table import TABLE
 
 pytestmark = pytest.mark.builds("plain")
@@ -175,17 +174,3 @@ def test_only_from_here(run, serve, provider):
         for process in client, server.process:
             process.signal(signal.SIGKILL)
             process.wait()
-
-
-def test_refused(run, serve):
-    """Who asks for what cannot be hears so from the server, and why."""
-    server = serve("14_strangers")
-    client = FakeClient(run, server)
-    client.open_session()
-    client.send(base(99) + bytes(400))
-    message = client.receive()
-    assert message[:8] == base(REFUSED)
-    assert message[8:].startswith(b"bad message: ")
-    client.expect("error: bad message: ")
-    server.check_client()
-    server.stop()

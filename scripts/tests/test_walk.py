@@ -16,6 +16,7 @@ import moves
 from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here, owned_shm_files,
                      shares, wait_until, write_source)
 from repository import QUICKLY, ROOT, build_moves, make, variant
+from test_moves import position
 
 LONG = "x" * 65528
 GIVEN_UP = "nothing has happened for 10 s"
@@ -34,11 +35,6 @@ def after(number, words):
                                 reason=f"{number} has no such moves"),
              *[pytest.mark.thorough] * (number > 7)]
     return lambda test: functools.reduce(lambda test, mark: mark(test), marks, test)
-
-
-def position(step, word):
-    """The number of a move."""
-    return [moves.word(path) for path in moves.patches(step)].index(word) + 1
 
 
 def may_warn(*names):
@@ -66,17 +62,29 @@ PROVIDERS_OF_ATOMICS = [name for name in PROVIDERS if name in ("", "shm")]
 over_tcp = pytest.mark.skipif(os.environ.get("RDMA", "") != "", reason="TCP's own ways")
 
 
+def step_of(number):
+    return next(step for step in moves.steps() if step.startswith(f"{number}_"))
+
+
+def name_of(number, word):
+    """5.3"""
+    return f"{number}.{position(step_of(number), word)}"
+
+
+def path_of(number, word):
+    """Builds the program after a move."""
+    name = name_of(number, word)
+    return f"{build_moves([name])}/{name}"
+
+
 @pytest.fixture
 def walk(run):
     """Starts the server of a move: walk(5, "loop")."""
     def start(number, word, provider="", *args, **env):
-        step = next(step for step in moves.steps() if step.startswith(f"{number}_"))
-        name = f"{number}.{position(step, word)}"
-        return First(run, build_moves([name]), name, provider, *args, **env)
+        return First(run, *path_of(number, word).rsplit("/", 1), provider, *args, **env)
 
     def start_impatient(number, word, provider=""):
-        step = next(step for step in moves.steps() if step.startswith(f"{number}_"))
-        return First(run, IMPATIENT[number][word](), step, provider)
+        return First(run, IMPATIENT[number][word](), step_of(number), provider)
     start.impatient = start_impatient
     return start
 
@@ -105,6 +113,22 @@ def still():
 def go(client):
     """Lets it go on. Returns what it prints, without the long text."""
     return client.communicate(timeout=90)[0].replace("x" * 99, "")
+
+
+def first_wrong(server, *args, times=20):
+    """The first client that ends with an error, of so many that come one after the other. What
+    goes wrong does not do so each time, but soon."""
+    for _ in range(times):
+        client = server.start_client(*args)
+        if client.wait() == 1:
+            return client
+    return pytest.fail("all went well")
+
+
+def check_right(server, *args, times=5):
+    for _ in range(times):
+        client = server.start_client(*args)
+        assert client.wait() == 0 and "Data is correct" in client.output, client.output
 
 
 @after(4, "stay record")
@@ -265,17 +289,10 @@ def late(tmp_path):
 
 @after(6, "write number")
 def test_looking(walk, late):
-    """Both ends of a page are there, and the middle is not: not each time, but soon."""
-    server = walk(6, "write", "shm", **late)
-    for _ in range(20):
-        client = server.start_client()
-        if client.wait() == 1:
-            break
+    """Both ends of a page are there, and the middle is not."""
+    client = first_wrong(walk(6, "write", "shm", **late))
     assert "The page is there.\nerror: the data is not correct\n" in client.output
-    server = walk(6, "number", "shm", **late)
-    for _ in range(5):
-        client = server.start_client()
-        assert client.wait() == 0 and "Data is correct" in client.output
+    check_right(walk(6, "number", "shm", **late))
 
 
 @after(6, "pages rule")
@@ -284,17 +301,10 @@ def test_overtaking(walk, late):
     for provider in "", "shm":
         server = walk(6, "pages", provider)
         assert server.start_client("4096", "1000").wait() == 0
-    server = walk(6, "pages", "shm", **late)
-    for _ in range(10):
-        client = server.start_client()
-        if client.wait() == 1:
-            break
+    client = first_wrong(walk(6, "pages", "shm", **late))
     assert "Received RDMA WRITE to local memory.\nerror: the data is not correct\n" in \
         client.output
-    server = walk(6, "rule", "shm", **late)
-    for _ in range(5):
-        client = server.start_client()
-        assert client.wait() == 0 and "Data is correct." in client.output
+    check_right(walk(6, "rule", "shm", **late))
 
 
 @after(6, "number pages")
@@ -348,7 +358,7 @@ def test_asleep(walk):
 def test_gpu(run, tmp_path):
     """The copy has to end before the WRITE, and what has come has to be flushed. The
     stand-ins have a GPU, and an adapter for it."""
-    names = {word: f"6.{position('6_write', word)}" for word in ("gpu", "flush")}
+    names = {word: name_of(6, word) for word in ("gpu", "flush")}
     make(*(f"{BUILD}/cuda/{name}" for name in names.values()))
     strict = {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path)}
     for one, other, right in [("gpu", "flush", False), ("flush", "gpu", False),
@@ -494,8 +504,7 @@ def walk_rails(run, network):
 
     def start(word):
         network.wait()
-        name = f"11.{position('11_rails', word)}"
-        server = First(run, build_moves([name]), name, "tcp", netns=network.hosts[0])
+        server = First(run, *path_of(11, word).rsplit("/", 1), "tcp", netns=network.hosts[0])
         server.env = {"netns": network.hosts[1]}
         return server
     return start
@@ -543,10 +552,7 @@ def test_number_of_one_rail(run, network, tmp_path):
     make("break-11.one", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
     server = First(run, f"{tmp_path}/break", "11.one", "tcp", netns=network.hosts[0])
     server.env = {"netns": network.hosts[1]}
-    for _ in range(5):
-        client = server.start_client("65536", "200", "1")
-        if client.wait() == 1:
-            break
+    client = first_wrong(server, "65536", "200", "1", times=5)
     assert client.output.endswith("Received RDMA WRITE to local memory.\n"
                                   "error: the data is not correct\n")
 
@@ -703,8 +709,7 @@ def test_reason(walk, attack):
     """A client that asks for nothing waits for it, until it is told."""
     for word, said in ("nonce", GIVEN_UP), ("refuse", "error: refused: bad message: 0 pages"):
         server = walk(14, word, "tcp")
-        name = f"14.{position('14_strangers', word)}"
-        client = attack("empty", name, server.address)
+        client = attack("empty", name_of(14, word), server.address)
         assert client.wait() == 1 and said in client.output, client.output
         server.process.wait_for(r"^\[1\] error: bad message: ")
 
@@ -713,10 +718,9 @@ def test_reason(walk, attack):
 @after(14, "refuse")
 def test_red(run, attack):
     """A server whose reason is red."""
-    name = f"14.{position('14_strangers', 'refuse')}"
-    stranger = attack("red", name)
+    stranger = attack("red", name_of(14, "refuse"))
     address = stranger.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
-    client = run([f"{build_moves([name])}/{name}", address], "tcp")
+    client = run([path_of(14, "refuse"), address], "tcp")
     assert client.wait() == 1
     assert "error: refused: ?[31mThis is red.\n" in client.output
     assert stranger.wait() == 0
@@ -799,8 +803,7 @@ def test_large_share(run, walk):
 def test_silent_connections(run, attack):
     """Three hundred connections take all descriptors of a server that has 256."""
     for word in "share", "files":
-        name = f"14.{position('14_strangers', word)}"
-        path = f"{build_moves([name])}/{name}"
+        path = path_of(14, word)
         process = run(["sh", "-c", f"ulimit -Sn 256; exec {path}"], "tcp")
         address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
         attack("connect", address, "300").wait_for("^300 ")
@@ -815,9 +818,9 @@ def test_silent_connections(run, attack):
 def test_closed_files(run):
     """Without standard input and error, libfabric's first files take their numbers."""
     for word in "share", "files":
-        name = f"14.{position('14_strangers', word)}"
-        path = f"{build_moves([name])}/{name}"
+        path = path_of(14, word)
         process = run(["sh", "-c", f"exec {path} <&- 2>&-"], "tcp")
-        process.wait_for(r"^ .* ([0-9a-f]+)\n")
+        address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
         files = {os.readlink(f"/proc/{process.popen.pid}/fd/{fd}") for fd in (0, 2)}
         assert (files == {"/dev/null"}) == (word == "files")
+        assert word == "share" or run([path, address, *SHORT], "tcp").wait() == 0

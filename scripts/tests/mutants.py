@@ -13,9 +13,7 @@ No test of ours can see what huge pages are for, so they have no mutant.
 """
 
 import concurrent.futures
-import contextlib
 import os
-import queue
 import re
 import shutil
 import subprocess
@@ -472,19 +470,19 @@ class Broken(Exception):
 
 
 class Copy:
-    """A copy of the repository, in which one mutant after the other is made."""
+    """A copy of the repository, in which a mutant is made. Its files are links: what is made
+    anew takes the place of one."""
 
-    def __init__(self, number):
-        self.root = f"{COPIES}/{number}"
-        os.makedirs(f"{self.root}/build")
-        shutil.copy(f"{ROOT}/Makefile", self.root)
+    def __init__(self, name):
+        self.root = f"{COPIES}/{name}"
         for folder in "src", "scripts", "chapters":
-            shutil.copytree(f"{ROOT}/{folder}", f"{self.root}/{folder}", symlinks=True)
-        for build in BUILDS:
-            os.makedirs(f"{self.root}/{build}", exist_ok=True)
-            for entry in os.scandir(f"{ROOT}/{build}"):
+            shutil.copytree(f"{ROOT}/{folder}", f"{self.root}/{folder}", symlinks=True,
+                            copy_function=os.link)
+        for folder in ".", *BUILDS:
+            os.makedirs(f"{self.root}/{folder}", exist_ok=True)
+            for entry in os.scandir(f"{ROOT}/{folder}"):
                 if entry.is_file():
-                    shutil.copy2(entry.path, f"{self.root}/{build}")
+                    os.link(entry.path, f"{self.root}/{folder}/{entry.name}")
 
     def run(self, *command):
         try:
@@ -523,27 +521,14 @@ class Copy:
         path = f"{self.root}/src/{mutant.program}.cpp"
         with open(path) as file:
             source = file.read()
-        stat = os.stat(path)
+        os.unlink(path)
         with open(path, "w") as file:
             file.write(source.replace(mutant.old, mutant.new))
-        try:
-            for build in wanted or ["build"]:
-                self.make(mutant.program, build, BUILDS[build][1])
-            for helper in helpers:
-                self.make(f"build/{helper}", "build", BUILDS["build"][1])
-            said = self.pytest(test_file, names, "-x", "-n", "2")
-        finally:
-            with open(path, "w") as file:
-                file.write(source)
-            os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-            # Later tests need the program, too: they ask 4_hello for the providers.
-            for path in (*(f"{build}/{mutant.program}" for build in BUILDS),
-                         *(f"build/{helper}" for helper in helpers)):
-                if os.path.exists(f"{ROOT}/{path}"):
-                    # It may still run somewhere.
-                    with contextlib.suppress(FileNotFoundError):
-                        os.unlink(f"{self.root}/{path}")
-                    shutil.copy2(f"{ROOT}/{path}", f"{self.root}/{path}")
+        for build in wanted or ["build"]:
+            self.make(mutant.program, build, BUILDS[build][1])
+        for helper in helpers:
+            self.make(f"build/{helper}", "build", BUILDS["build"][1])
+        said = self.pytest(test_file, names, "-x", "-n", "2")
         # The last line is short. Above it, a failure may show numbers of 100,000 digits,
         # in which these searches would not end.
         summary = said.rstrip().rsplit("\n", 1)[-1]
@@ -566,34 +551,23 @@ def main():
     if wrong:
         sys.exit("error: " + "\n".join(wrong))
     shutil.rmtree(COPIES, ignore_errors=True)
-    copies = queue.SimpleQueue()
-    for number in range(JOBS):
-        copies.put(Copy(number))
-    survivors, broken = [], []
 
     def try_one(name):
-        started = time.monotonic()
-        copy = copies.get()
-        said = ""
+        started, said = time.monotonic(), ""
         try:
-            caught = copy.catches(MUTANTS[name])
-            result = "caught" if caught else "SURVIVED"
-            if not caught:
-                survivors.append(name)
+            result = "caught" if Copy(name).catches(MUTANTS[name]) else "SURVIVED"
         except Broken as error:
             result, said = "NOT TRIED", f"\n{error}"
-            broken.append(name)
-        finally:
-            copies.put(copy)
+        shutil.rmtree(f"{COPIES}/{name}")
         print(f"{result}: {MUTANTS[name].program}, {name} "
               f"({time.monotonic() - started:.0f} s){said}", flush=True)
+        return result
 
     # Most tests spend their time waiting.
     with concurrent.futures.ThreadPoolExecutor(JOBS) as pool:
-        list(pool.map(try_one, names))
-    print(f"{len(names) - len(survivors) - len(broken)} caught, "
-          f"{len(survivors)} survived" + f", {len(broken)} not tried" * bool(broken))
-    return 1 if survivors or broken else 0
+        results = list(pool.map(try_one, names))
+    print(", ".join(f"{results.count(result)} {result}" for result in sorted({*results})))
+    return 1 if {*results} != {"caught"} else 0
 
 
 if __name__ == "__main__":

@@ -818,7 +818,9 @@ def test_silent_connections(run, attack):
 def test_closed_files(run):
     """Without standard input and error, libfabric's first files take their numbers."""
     for word in "share", "files":
-        process = run(["sh", "-c", f"exec {path_of(14, word)} <&- 2>&-"], "tcp")
-        process.wait_for(r"^ .* ([0-9a-f]+)\n")
+        path = path_of(14, word)
+        process = run(["sh", "-c", f"exec {path} <&- 2>&-"], "tcp")
+        address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
         files = {os.readlink(f"/proc/{process.popen.pid}/fd/{fd}") for fd in (0, 2)}
         assert (files == {"/dev/null"}) == (word == "files")
+        assert word == "share" or run([path, address, *SHORT], "tcp").wait() == 0

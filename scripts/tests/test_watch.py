@@ -41,6 +41,8 @@ MISTAKES = {
     "no-recv": ("room", [], variant("2_first", (WAITING, (
         "  fi_context2 second;\n"
         "  if (!server) fi_send(ep, buffer, length, desc, peer, &second);\n" + WAITING)))),
+    "short-recv": ("room", ["x" * 500], variant(
+        "5_reverse", (".len = buf.size,", ".len = 100,"))),
     "one-place": ("writers", [], variant(
         "6_write", ("request.addr + page_idx[i] * page_size", "request.addr"))),
     "said-too-early": ("told", [], variant(
@@ -50,6 +52,15 @@ MISTAKES = {
         ("[&] { return filled; }", "[&] { return !session.inbox.empty(); }"))),
     "read-too-early": ("lent", ["20"], variant("8_malloc", (
         '  client.WaitForAll(pool.buf);\n  printf("Filled', '  printf("Filled'))),
+    "saved-too-early": ("lent", [], variant("9_file", (
+        "op.Check();\n                             HandleWriteCompletion(i);\n"
+        "                           }});\n",
+        "op.Check();\n slots[i].chunk += slots.size();\n ReadChunk(i); }});\n"
+        "    AppChunkMessage chunk = {.slot = i, .checksum = slots[i].checksum};\n"
+        "    session.Send(AppMessageType::kChunk, BytesOf(&chunk, sizeof(chunk)));\n"))),
+    "swap-too-early": ("number", ["3"], variant("10_lock", (
+        "[this] { return buf.in_flight == 0; });",
+        "[&] { return type == RdmaOpType::kWrite || buf.in_flight == 0; });"))),
 }
 
 
@@ -72,7 +83,12 @@ def rules(found):
     return [w.rule for w in found]
 
 
-@pytest.mark.parametrize("name", MISTAKES)
+# Another program breaks the rule of each, too.
+LARGER = "short-recv", "saved-too-early", "swap-too-early"
+
+
+@pytest.mark.parametrize("name", [
+    pytest.param(name, marks=[pytest.mark.thorough] * (name in LARGER)) for name in MISTAKES])
 def test_mistake(tmp_path, name):
     """Most clients say that all is well."""
     rule, arguments, build = MISTAKES[name]

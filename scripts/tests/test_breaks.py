@@ -321,6 +321,7 @@ def test_13_crowd(run, broken):
     server = broken("13_crowd", "tcp;ofi_rxm")
     deaf = run([server.path, server.address, "deaf"], "tcp;ofi_rxm")
     deaf.wait_for("^Asked 30,000 times, and read nothing.$", 30)
+    server.process.wait_for("^1 clients, 30000 texts so far$")
     client = server.start_client("20", "100")
     assert client.wait() == 1, client.output
     assert re.search("^error: nothing has happened for 10 s while waiting for ACCEPT",

@@ -575,8 +575,9 @@ def files_of(nodes, texts):
             with contextlib.suppress(ValueError):
                 if moves.apply(texts[node.parent], made) == texts[key]:
                     continue
-            anew = moves.make_patch("x", texts[node.parent], texts[key],
-                                    moves.CONTEXT if "moves" in patch.parts else 3)
+            # Answers are read, too.
+            context = 3 if patch.parent.name == "exercises" else moves.CONTEXT
+            anew = moves.make_patch("x", texts[node.parent], texts[key], context)
             files[patch] = "".join([head, *moves.lines_of(made)[:2], *moves.lines_of(anew)[2:]])
     return {path: text for path, text in files.items()
             if text is not None and (not path.exists() or path.read_text() != text)}

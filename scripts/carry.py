@@ -589,6 +589,20 @@ def write_all(files):
         path.write_text(text)
 
 
+def compile_error(text):
+    """The first error of the compiler, or an empty string."""
+    home = os.environ.get("LIBFABRIC_HOME")
+    flags = f"-I{home}/include" if home else subprocess.run(
+        ["pkg-config", "--cflags", "libfabric"], check=False, **moves.TEXT).stdout
+    done = subprocess.run(
+        [*os.environ.get("CXX", "g++").split(), "-std=c++20", "-Wall", "-Wextra", "-Werror",
+         "-fsyntax-only", *flags.split(), "-x", "c++", "-"],
+        input=text, check=False, **moves.TEXT)
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    return (errors or [done.stderr[:200] or "the compiler fails"])[0] \
+        if done.returncode else ""
+
+
 def carry_and_say(options):
     nodes, old, new, says, bad, looks = carry(options.since)
     files = files_of(nodes, new)
@@ -607,7 +621,7 @@ def carry_and_say(options):
     if options.compile:
         changed = [key for key in new if new[key] != old[key]]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            errors = pool.map(moves.compile_error, [new[key] for key in changed])
+            errors = pool.map(compile_error, [new[key] for key in changed])
         bad += [f"{nodes[key].name} does not compile: {error}"
                 for key, error in zip(changed, errors) if error]
     print(*says, *bad, sep="\n", end="\n" if says or bad else "")

@@ -306,11 +306,9 @@ lint:
 book:
 	@scripts/book/book.sh
 
-# Draws the chapters' SVG figures "Who owns it now?" again, gives all SVG figures their
-# style, and draws the Mermaid figures as GitHub does.
+# Gives the chapters' SVG figures their style: see scripts/book/style.py.
 figures:
-	@scripts/book/owner.py
-	@scripts/book/figures.sh $(ARGS)
+	@scripts/book/style.py
 
 clean:
 	rm -rf $(BUILD)
@@ -344,5 +342,5 @@ help-all: help
 	@echo 'make mutants    break the programs: does a test notice?'
 	@echo 'make bench-variants  what each of the things does that made 7_queue fast'
 	@echo 'make bench-ring measure 15_ring beside MPI_Allreduce'
-	@echo 'make figures    draw the figures of the chapters into build/figures/'
+	@echo 'make figures    give the figures of the chapters their style'
 	@echo 'make lint       check the formatting'

@@ -575,8 +575,9 @@ def files_of(nodes, texts):
             with contextlib.suppress(ValueError):
                 if moves.apply(texts[node.parent], made) == texts[key]:
                     continue
-            anew = moves.make_patch("x", texts[node.parent], texts[key],
-                                    moves.CONTEXT if "moves" in patch.parts else 3)
+            # Answers are read, too.
+            context = 3 if patch.parent.name == "exercises" else moves.CONTEXT
+            anew = moves.make_patch("x", texts[node.parent], texts[key], context)
             files[patch] = "".join([head, *moves.lines_of(made)[:2], *moves.lines_of(anew)[2:]])
     return {path: text for path, text in files.items()
             if text is not None and (not path.exists() or path.read_text() != text)}
@@ -586,6 +587,20 @@ def write_all(files):
     for path, text in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
+
+
+def compile_error(text):
+    """The first error of the compiler, or an empty string."""
+    home = os.environ.get("LIBFABRIC_HOME")
+    flags = f"-I{home}/include" if home else subprocess.run(
+        ["pkg-config", "--cflags", "libfabric"], check=False, **moves.TEXT).stdout
+    done = subprocess.run(
+        [*os.environ.get("CXX", "g++").split(), "-std=c++20", "-Wall", "-Wextra", "-Werror",
+         "-fsyntax-only", *flags.split(), "-x", "c++", "-"],
+        input=text, check=False, **moves.TEXT)
+    errors = [line for line in done.stderr.splitlines() if "error:" in line]
+    return (errors or [done.stderr[:200] or "the compiler fails"])[0] \
+        if done.returncode else ""
 
 
 def carry_and_say(options):
@@ -606,7 +621,7 @@ def carry_and_say(options):
     if options.compile:
         changed = [key for key in new if new[key] != old[key]]
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
-            errors = pool.map(moves.compile_error, [new[key] for key in changed])
+            errors = pool.map(compile_error, [new[key] for key in changed])
         bad += [f"{nodes[key].name} does not compile: {error}"
                 for key, error in zip(changed, errors) if error]
     print(*says, *bad, sep="\n", end="\n" if says or bad else "")

@@ -84,12 +84,6 @@ peers() {  # PROGRAM
   grep -qs 'FOLDER RANK N' "src/$(basename "$1").cpp"
 }
 
-# Prints the path of the browser that draws the figures.
-browser() {
-  command -v "${PUPPETEER_EXECUTABLE_PATH:-chromium}" ||
-    command -v chromium-browser
-}
-
 # Runs a command that starts many programs. Whenever one of them starts, the verbs
 # provider of libfabric 1.17 reads all symbols of the kernel, twice, which is a quarter
 # of all the work of the tests. So root hides them, from this command alone.

@@ -2,7 +2,7 @@
 # Installs what is missing and nothing else. Says what it is about to run.
 #
 # Usage: scripts/install-deps.sh [GROUP...]: build (the default), exercise,
-# test, rdma, machine, bench, bench-ring, lint, figures, book
+# test, rdma, machine, bench, bench-ring, lint, book
 set -euo pipefail
 . "$(dirname "$0")/common.sh"
 
@@ -99,15 +99,9 @@ for group in "$@"; do
         "python3-markdown-it-py python3-mdit-py-plugins python3-pygments" \
         python_with markdown_it mdit_py_plugins pygments
       ;;
-    figures)
-      # A browser alone comes without a font.
-      need "chromium fonts-liberation" "chromium liberation-sans-fonts" \
-        browser
-      need npm nodejs-npm command -v npm
-      ;;
     *)
       echo "usage: $0 [build] [exercise] [test] [rdma] [machine] [bench]" \
-        "[bench-ring] [lint] [figures] [book]" >&2
+        "[bench-ring] [lint] [book]" >&2
       exit 2
       ;;
   esac

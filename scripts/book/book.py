@@ -69,7 +69,6 @@ class Text:
         self.pages, self.page, self.out = pages, page, out
         self.blocks = {block.line: block for block in page.blocks}
         self.slugs = iter(chapters.slugs(page.prose))
-        self.figures = 0  # so far
         self.passages = {}  # a line of the program, from 0: the id of the excerpt with it
         if page.program:
             self.states = lines.states(page)
@@ -106,8 +105,6 @@ class Text:
 
     def fence(self, token):
         block = self.blocks[token.map[0] + 2]
-        if block.info == "mermaid":
-            return self.figure(token.content)
         place, name, shown = "", f"excerpt-{block.line}", []
         if self.page.program:
             quoted = lines.quoted(self.page, block, self.states, self.lives)
@@ -118,15 +115,6 @@ class Text:
             place = ' id="{}" data-lines="{}"'.format(name, " ".join(str(at + 1) for at in shown))
         text = coloured(token.content) if block.info == "cpp" else escape(token.content)
         return f"<pre{place}><code>{text}</code></pre>\n"
-
-    def figure(self, source):
-        """A Mermaid figure, if `make figures` has drawn it, or else its text."""
-        self.figures += 1
-        name = f"{page_name(self.page)[:-len('.html')]}-{self.figures}.png"
-        if not os.path.exists(f"{ROOT}/build/figures/{name}"):
-            return f"<pre>{escape(source)}</pre>\n"
-        shutil.copy(f"{ROOT}/build/figures/{name}", self.out)
-        return f'<img src="{name}" alt="{escape(source)}">'
 
     def image(self, token):
         path = posixpath.join(posixpath.dirname(self.page.path), token.attrs["src"])

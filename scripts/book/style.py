@@ -1,5 +1,6 @@
-"""The style of the figures of the chapters, and of those that `make watch-6` draws. Shown
-as an image, a figure can load no other file, so figures.css is copied into each. And each
+#!/usr/bin/env python3
+"""The style of the figures of the chapters, to which `make figures` gives it, and of those
+that `make watch-6` draws. Shown as an image, a figure can load no other file, so figures.css is copied into each. And each
 of its elements gets the colours of its class as attributes, because not everything that
 shows a figure knows variables."""
 
@@ -87,3 +88,8 @@ def svg(title, width, height, kinds, lines, rules=""):
 {drawing}
 </svg>
 """)
+
+
+if __name__ == "__main__":
+    for figure_path in figures():
+        figure_path.write_text(styled(figure_path.read_text(encoding="utf-8")), encoding="utf-8")

@@ -1,15 +1,14 @@
 #!/usr/bin/env python3
 """Writes anew what the chapters show and what follows from the programs: excerpts whose
-place can still be found, the numbers in tables of moves, transcripts, and the shares in
-lines.py, which only rise. What a chapter says stays as it is. Prints what it has changed.
-What it leaves to you, the check names that follows it.
+place can still be found, the numbers in tables of moves, and transcripts. What a chapter
+says stays as it is. Prints what it has changed. What it leaves to you, the check names that
+follows it.
 
 Usage: scripts/book/write.py    (make check WRITE=1)
 """
 
 import concurrent.futures
 import difflib
-import math
 import os
 import re
 import sys
@@ -19,7 +18,6 @@ sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves")
 
 import chapters  # noqa: E402  (the path has to be known)
 import harness  # noqa: E402
-import lines  # noqa: E402
 from repository import make, programs  # noqa: E402
 
 # By so many lines a part may have become longer or shorter.
@@ -134,18 +132,6 @@ def write_transcripts(paths):
                     print(f"left to you: {message}")
 
 
-def write_shares():
-    path = f"{ROOT}/scripts/book/lines.py"
-    text = chapters.read(path)
-    for program, page in chapters.pages_of_programs(ROOT).items():
-        now, least = math.floor(lines.share(page)), lines.LEAST.get(program, 0)
-        if now > least:
-            text = text.replace(f'"{program}": {least}', f'"{program}": {now}')
-            print(f"scripts/book/lines.py: {program}: {now} % instead of {least} %")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-
-
 def main():
     paths = ["README.md", "scripts/README.md",
              *(f"chapters/{name}.md" for name in chapters.chapters(ROOT))]
@@ -155,7 +141,6 @@ def main():
         page = chapters.Page(ROOT, path)
         apply(page, row_edits(page), "table of moves")
     write_transcripts(paths)
-    write_shares()
 
 
 if __name__ == "__main__":

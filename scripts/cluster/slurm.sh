@@ -7,9 +7,8 @@
 #   sbatch -N 2 scripts/cluster/slurm.sh 7_queue [CLIENT_ARGUMENT...]
 #   sbatch -N 3 --ntasks-per-node=4 scripts/cluster/slurm.sh 13_crowd   # 8 clients
 #   sbatch -N 4 scripts/cluster/slurm.sh 15_ring [FLOATS]   # peers: a rank on each
-# Variables, which sbatch hands on to the job, as it does with FI_PROVIDER:
-#   SERVER_ARGUMENTS  for 9_file: a folder
-#   ADDRESS_LIMIT     seconds that the server may take to print its address (60)
+# SERVER_ARGUMENTS, for 9_file a folder, is a variable that sbatch hands on to the job, as it
+# does with FI_PROVIDER.
 set -euo pipefail
 
 fail() {
@@ -51,11 +50,7 @@ trap 'kill "$server" 2>/dev/null || true' EXIT
 address=
 before=
 while [ -z "$address" ]; do
-  IFS= read -r -t "${ADDRESS_LIMIT:-60}" line <&"$output" || {
-    [ $? -le 128 ] || fail "the server has printed no address for ${ADDRESS_LIMIT:-60} s;" \
-      "try FI_LOG_LEVEL=info sbatch …, which says what libfabric waits for"
-    fail "the server has ended; what it has printed is above"
-  }
+  IFS= read -r line <&"$output" || fail "the server has ended; what it has printed is above"
   echo "server | $line"
   [[ $before != "Run the client"* ]] || address=$(sed 's/ FILE$//; s/.* //' <<<"$line")
   before=$line

@@ -26,6 +26,4 @@ if [ -e "$build/watch.so" ] && [ -e "$build/$program" ]; then
 fi
 
 python=$(python_with pytest)
-# conftest.py is that of the tests, because exercises start programs as tests do. It
-# finds the other modules beside it.
 exec "$python" -m pytest --tb=short -q "$exercise" "$@"

@@ -15,14 +15,11 @@ Usage: scripts/moves/moves.py COMMAND ...
   write STEP FILE...   makes the patches from programs: one for each move, named like
                        the move, 3_answer.cpp. A patch that has the name answer already
                        keeps its head; a new one gets that in 3_answer.head
-  write                makes all patches anew; the programs stay as they are
-  check [STEP]         do they begin with the parent, end in the program, compile, and
-                       stay within their limits?
 
-scripts/carry.py carries a change into them.
+scripts/carry.py carries a change into them. `make check` says whether they begin with the
+parent, end in the program, and stay within their limits.
 """
 
-import os
 import pathlib
 import re
 import signal
@@ -56,12 +53,8 @@ def patches(step, root=ROOT):
     return in_order(pathlib.Path(root).glob(f"scripts/moves/{step}/*_*.patch"))
 
 
-def name(step, k, root=ROOT):
-    """answer, for scripts/moves/5_reverse/3_answer.patch."""
-    return word(patches(step, root)[k - 1])
-
-
 def word(path):
+    """answer, for scripts/moves/5_reverse/3_answer.patch."""
     return path.stem.partition("_")[2]
 
 
@@ -203,23 +196,8 @@ def write(step, moves, heads=None, root=ROOT):
 
 # ---- Checking ----
 
-def compile_error(text):
-    """The first error of the compiler, or an empty string."""
-    home = os.environ.get("LIBFABRIC_HOME")
-    flags = f"-I{home}/include" if home else subprocess.run(
-        ["pkg-config", "--cflags", "libfabric"], check=False, **TEXT).stdout
-    done = subprocess.run(
-        [*os.environ.get("CXX", "g++").split(), "-std=c++20", "-Wall", "-Wextra", "-Werror",
-         "-fsyntax-only", *flags.split(), "-x", "c++", "-"],
-        input=text, check=False, **TEXT)
-    errors = [line for line in done.stderr.splitlines() if "error:" in line]
-    return (errors or [done.stderr[:200] or "the compiler fails"])[0] \
-        if done.returncode else ""
-
-
-def check(step, root=ROOT, compiled=False):
-    """What is wrong with the moves of a step, a message each. They are compiled, too,
-    unless somebody has done that."""
+def check(step, root=ROOT):
+    """What is wrong with the moves of a step, a message each."""
     try:
         texts = states(step, root)
     except ValueError as error:
@@ -241,9 +219,6 @@ def check(step, root=ROOT, compiled=False):
         messages += [f"{move}: line {at} is longer than {LONGEST_LINE} characters"
                      for at, line in enumerate(texts[k].split("\n"), 1)
                      if len(line) > LONGEST_LINE]
-        error = "" if compiled or k == len(texts) - 1 else compile_error(texts[k])
-        if error:
-            messages.append(f"{move}: it does not compile: {error}")
     added, _ = count(texts[0], texts[-1])
     if total > MOST_IN_ALL * added:
         messages.append(f"{step}: the moves add {total} lines, {total / added:.2f} times "
@@ -308,13 +283,6 @@ def main(arguments):
         heads = {path.stem: path.with_suffix(".head").read_text() for path in files
                  if path.with_suffix(".head").exists()}
         write(rest[0], {path.stem: path.read_text() for path in files}, heads)
-    elif command == "write" and not rest:
-        for step in steps():
-            write(step, dict(zip([path.stem for path in patches(step)], states(step)[1:])))
-    elif command == "check" and len(rest) < 2:
-        messages = [message for step in rest or steps() for message in check(step)]
-        print(*messages, sep="\n", end="\n" if messages else "")
-        return 1 if messages else 0
     else:
         print(__doc__, file=sys.stderr)
         return 2

@@ -5,9 +5,7 @@ import xml.etree.ElementTree
 
 import pytest
 
-import owner
 import style
-from repository import number, programs
 
 pytestmark = pytest.mark.static
 
@@ -17,7 +15,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 @pytest.mark.parametrize("path", style.figures(), ids=lambda path: path.name)
 def test_style(path):
     """A figure has the style of all, letter for letter, and no colour beside it. It says
-    what it shows, one of owner.py where a chapter shows it, and has the size of all."""
+    what it shows, and has the size of all. "Who owns it now?" is narrower, for telephones,
+    and says more where a chapter shows it."""
     figure = path.read_text()
     assert figure.count(style.SHEET) == 1 and style.styled(figure) == figure
     own = figure.replace(style.SHEET, "")
@@ -28,17 +27,7 @@ def test_style(path):
     assert root.find(f"{SVG}title").text and (owned or root.find(f"{SVG}desc").text)
     _, _, width, height = map(float, root.get("viewBox").split())
     assert (root.get("width"), root.get("height")) == (f"{width:g}", f"{height:g}")
-    assert width == (owner.WIDTH if owned else 740)
+    assert width == (520 if owned else 740)
     for element in root.iter():
         for role in element.get("class", "").split():
             assert role in style.ROLES or f"\n.{role} " in style.SHEET, role
-
-
-def test_owners():
-    """Each chapter from 4 on has the figure that scripts/book/owner.py draws. Whoever
-    sleeps (12) owns what he owned before."""
-    assert sorted(owner.FIGURES) == [
-        number(program) for program in programs()
-        if number(program) >= 4 and number(program) != 12]
-    for chapter, figure in owner.FIGURES.items():
-        assert owner.path_of(chapter).read_text() == owner.draw(figure), chapter

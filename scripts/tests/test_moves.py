@@ -137,7 +137,7 @@ def start(run, step, name, provider, *arguments):
 def test_moves(step):
     """They begin with the parent, end in the program, and are small. That they compile,
     test_promise sees."""
-    nothing_wrong(moves.check(step, compiled=True))
+    nothing_wrong(moves.check(step))
 
 
 @pytest.mark.static

@@ -1,4 +1,5 @@
-"""The fixtures and hooks of pytest. What they need without pytest is in harness.py."""
+"""The fixtures and hooks of pytest, for the tests and for the checks of exercises. What they
+need without pytest is in tests/harness.py."""
 
 import itertools
 import os
@@ -12,11 +13,9 @@ import tempfile
 
 import pytest
 
-# The folder of the exercises has a link to this file, or, where somebody has copied it
-# without its links, another one.
-TESTS = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../tests")
+HERE = os.path.dirname(os.path.abspath(__file__))
 # Some tests import what they check: bench.py, chapters.py, moves.py and carry.py.
-sys.path += [TESTS, *(f"{TESTS}/../{folder}" for folder in ("bench", "book", "moves", "."))]
+sys.path += [f"{HERE}/{folder}" for folder in ("tests", "bench", "book", "moves", ".")]
 # So that a failed assertion in these says what it has compared, too.
 pytest.register_assert_rewrite("harness", "fakes", "repository")
 

@@ -65,7 +65,8 @@ void FiCheck(ssize_t result, const char* call) {
 }
 
 // Throws if nothing has happened for too long. Some providers never report that
-// a peer has gone, and silence is all that there is to notice.
+// a peer has gone, and silence is all that there is to notice. But poll first:
+// if we have stood still ourselves, its message may be waiting.
 void CheckSilence(Clock::time_point heard_at, const char* what) {
   if (Clock::now() - heard_at < kSilenceLimit) return;
   throw std::runtime_error("nothing has happened for " +
@@ -539,8 +540,9 @@ struct Session {
       if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
+      if (Poll() > 0) continue;
       CheckSilence(heard_at, what);
-      if (Poll() == 0) Sleep({this});
+      Sleep({this});
     }
   }
 
@@ -618,7 +620,9 @@ struct ServedClient {
       }
       HandleRequest(*message);
     }
-    CheckSilence(session.heard_at, "waiting for the client");
+    if (completions == 0) {
+      CheckSilence(session.heard_at, "waiting for the client");
+    }
     return completions;
   }
 

@@ -77,7 +77,8 @@ void FiCheck(ssize_t result, const char* call) {
 }
 
 // Throws if nothing has happened for too long. Some providers never report that
-// a peer has gone, and silence is all that there is to notice.
+// a peer has gone, and silence is all that there is to notice. But poll first:
+// if we have stood still ourselves, its message may be waiting.
 void CheckSilence(Clock::time_point heard_at, const char* what) {
   if (Clock::now() - heard_at < kSilenceLimit) return;
   throw std::runtime_error("nothing has happened for " +
@@ -759,7 +760,9 @@ struct Ring {
       neighbour.told_at = Clock::now();
       session.Send(AppMessageType::kProgress);
     }
-    CheckSilence(session.heard_at, "waiting for it");
+    if (completions == 0) {
+      CheckSilence(session.heard_at, "waiting for it");
+    }
     return completions;
   }
 

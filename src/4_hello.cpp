@@ -51,7 +51,8 @@ void FiCheck(ssize_t result, const char* call) {
 }
 
 // Throws if nothing has happened for too long. Some providers never report that
-// a peer has gone, and silence is all that there is to notice.
+// a peer has gone, and silence is all that there is to notice. But poll first:
+// if we have stood still ourselves, its message may be waiting.
 void CheckSilence(Clock::time_point heard_at, const char* what) {
   if (Clock::now() - heard_at < kSilenceLimit) return;
   throw std::runtime_error("nothing has happened for " +
@@ -335,8 +336,9 @@ struct Endpoint {
       if (g_interrupted && Clock::now() - start > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
+      if (PollCompletion() > 0) continue;
       CheckSilence(start, what);
-      if (PollCompletion() == 0) std::this_thread::sleep_for(kIdlePause);
+      std::this_thread::sleep_for(kIdlePause);
     }
   }
 };

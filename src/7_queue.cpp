@@ -83,7 +83,8 @@ void FiCheck(ssize_t result, const char* call) {
 }
 
 // Throws if nothing has happened for too long. Some providers never report that
-// a peer has gone, and silence is all that there is to notice.
+// a peer has gone, and silence is all that there is to notice. But poll first:
+// if we have stood still ourselves, its message may be waiting.
 void CheckSilence(Clock::time_point heard_at, const char* what) {
   if (Clock::now() - heard_at < kSilenceLimit) return;
   throw std::runtime_error("nothing has happened for " +
@@ -605,11 +606,10 @@ struct Session {
       if (g_interrupted && Clock::now() - opened_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }
+      if (Poll() > 0) continue;
       CheckSilence(heard_at, what);
       // No sleep: a poll that completes nothing may move data all the same.
-      if (Poll() == 0 && ++empty_polls % kPollsPerYield == 0) {
-        std::this_thread::yield();
-      }
+      if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();
     }
   }
 
@@ -714,7 +714,9 @@ struct ServedClient {
       ContinuePostWrite();
       Report();
     }
-    CheckSilence(session.heard_at, "waiting for the client");
+    if (completions == 0) {
+      CheckSilence(session.heard_at, "waiting for the client");
+    }
     return completions;
   }
 

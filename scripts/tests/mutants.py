@@ -84,6 +84,9 @@ CHANGES = {
             "        // It ends this client's session", "messages: test_in_a_session"),
         "at-the-door": ("} catch (const std::{-exception-}{+logic_error+}& e) {\n      // A bad",
             "messages: test_at_the_door"),
+        "clock-before-the-queue": ("{-if (Poll() > 0) continue;\n"
+            "      -}CheckSilence(heard_at, what);{+\n      Poll();+}",
+            "failures: test_stood_still"),
         "silence": ('{-CheckSilence(session.heard_at, "waiting for the client");-}',
             "messages: test_silent_clients"),
         "bye-arrives": ('{-WaitUntil("saying BYE", [&] { return HasSent(); });-}',
@@ -138,8 +141,9 @@ CHANGES = {
             "failures: test_client_signals_at_its_first_contact"),
         "pause-of-7": ("if ({-!busy-}{+false+}) {", "failures: test_idle and not session"),
         "busy-of-7": ("if ({-!busy-}{+true+}) {", "programs: test_busy"),
-        "busy-client": ("if (Poll() == 0{- && ++empty_polls % kPollsPerYield == 0) {-}{+) {\n"
-            "        std::this_thread::sleep_for(kIdlePause);+}", "programs: test_busy"),
+        "busy-client": (
+            "{-if (++empty_polls % kPollsPerYield == 0) std::this_thread::yield();-}"
+            "{+std::this_thread::sleep_for(kIdlePause);+}", "programs: test_busy"),
         "repeat": ("request.total_repeat == 0 ||{- request.total_repeat > kMaxRepeat ||-}",
             "messages: test_in_a_session"),
         "last-write-of-7": ("{-(last ? 1 : most)-}{+most+}", "strict: test_last_write"),

@@ -15,10 +15,11 @@ import time
 
 import pytest
 
-from fakes import CrowdGuest, FakeClient
+from fakes import CrowdGuest, FakeClient, FakeServer
 from harness import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      nobody_at, owned_shm_files, under_strict)
 from marks import ends_in_a_rendezvous, not_over_verbs, over, takes_strict, two_providers
+from messages import TEXT, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
 
@@ -247,6 +248,20 @@ def test_client_signals_at_the_start(serve, program, provider):
         list(pool.map(interrupt, [random.uniform(0, 0.3) for _ in range(count)]))
     server.check_client()
     server.stop()
+
+
+@pytest.mark.builds("plain")
+@two_providers
+def test_stood_still(run, build, provider):
+    """A client that has stood still for longer than it waits first reads what has come."""
+    server = FakeServer(run, build, "5_reverse", provider=provider)
+    assert server.receive() == plain(TEXT) + b"Hello, world!"
+    server.client.signal(signal.SIGSTOP)
+    server.send(plain(TEXT) + b"!dlrow ,olleH")
+    time.sleep(11)
+    server.client.signal(signal.SIGCONT)
+    assert server.client.wait() == 0, server.client.output
+    assert "The text is correct." in server.client.output
 
 
 # Nobody can be at these: connect(2) to them fails at once, or gets no answer.

@@ -156,7 +156,7 @@ $(BUILD)/inside_queue: scripts/tests/inside_queue.cpp scripts/tests/inside.h src
 $(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
 $(BUILD)/inside_strangers: scripts/tests/inside_strangers.cpp scripts/tests/inside.h \
   src/14_strangers.cpp
-$(BUILD)/bench_loop: scripts/bench/bench_loop.cpp
+$(BUILD)/bench_loop: scripts/bench/bench_loop.cpp src/7_queue.cpp
 $(BUILD)/strict.so: scripts/tests/strict.cpp scripts/tests/stand_in.h
 $(BUILD)/watch.so: scripts/watch/recorder.cpp scripts/tests/stand_in.h
 $(BUILD)/bench_loop $(BUILD)/watch.so: TOOL_CXXFLAGS = $(CXXFLAGS)

@@ -1,6 +1,6 @@
 // Declares what the programs use of CUDA's runtime, for machines without the CUDA
 // Toolkit: cuda_stub.cpp implements it. The numbers are those of the toolkit's own
-// header; where there is one, a test compares them.
+// header.
 
 #pragma once
 

@@ -130,13 +130,12 @@ CHANGES = {
         "heard-messages": ("inbox.push_back(std::move(message));{-\n    heard_at = Clock::now();-}",
             "programs: test_slow_cable"),
         "progress": ("{-session.Send(AppMessageType::kProgress);-}", "programs: test_slow_cable"),
-        "progress-at-a-time": ("{-if (!session.HasSent()) return;-}",
-            "inside: test_server_of_a_queue and flight and default"),
+        "progress-at-a-time": ("{-if (!session.HasSent()) return;-}", "strict: test_reports"),
         "eight": ("{-clients.size() < kMaxClients &&-}", "messages: test_ninth and shm"),
         "client-signal": ("if ({-g_interrupted-}{+false+} && Clock::now()",
             "failures: test_client_signals_at_work and shm"),
         "pipe-is-no-second-signal": ("{-&& signum != SIGPIPE-}",
-            "inside: test_signal_before_an_endpoint"),
+            "failures: test_nobody_reads_a_client"),
         "handlers-late": ("{-    CatchSignals();\n-}",
             "failures: test_client_signals_at_its_first_contact"),
         "pause-of-7": ("if ({-!busy-}{+false+}) {", "failures: test_idle and not session"),
@@ -149,12 +148,12 @@ CHANGES = {
         "last-write-of-7": ("{-(last ? 1 : most)-}{+most+}", "strict: test_last_write"),
         "bytes-in-flight": (
             "std::clamp({-kMaxOutstandingBytes / request.page_size-}{+kMaxOutstandingWrites+},",
-            "inside: test_server_of_a_queue and flight and default"),
+            "strict: test_queue"),
         "room": ("posted_write_ops < total_write_ops{- && session.endpoint.HasRoom()-}",
-            "inside: test_server_of_a_queue and room and default"),
-        "queue": ("pending_ops.{-push_back-}{+push_front+}(op);", "inside: test_order"),
+            "strict: test_message_between_writes"),
+        "queue": ("pending_ops.{-push_back-}{+push_front+}(op);", "strict: test_queue"),
         "pending": ("size_t PollCompletion() {{-\n    ProgressPendingOps();-}",
-            "inside: test_order"),
+            "strict: test_harsh and not gpu"),
         "strict-order": ("{-hints->tx_attr->msg_order = FI_ORDER_SAS;-}",
             "strict: test_rules and not gpu"),
         "strict-delivery": ("{-hints->tx_attr->op_flags = FI_DELIVERY_COMPLETE;-}",
@@ -385,7 +384,7 @@ CHANGES = {
         "refuse-leaves": ("return done{- && (session.HasSent() || Clock::now() > leave_at)-};",
             "strict: test_late_refusal"),
         "refuse-ends": ("leave_at = Clock::now() + {-kLeaveGrace-}{+1h+};",
-            "inside: test_server_of_strangers and leave"),
+            "strict: test_late_refusal"),
         "printable": ('"refused: " + {-Printable(message.body)-}{+message.body+}',
             "messages: test_terrible_texts_of_servers"),
         "wait": ("kSilenceLimit{- || Tell(visitor)-};", "attacks: test_another_family"),
@@ -395,7 +394,7 @@ CHANGES = {
             "    {-return fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.contact) !=\n"
             "           -FI_EAGAIN-}{+fi_inject(endpoint->ep, &wait, sizeof(wait), "
             "visitor.contact);\n"
-            "    return false+};", "inside: test_server_of_strangers and line"),
+            "    return false+};", "attacks: test_long_line"),
         "wait-many": ("          {-visitors.size() < kMaxWaiting-}{+true+}) {",
             "attacks: test_long_line"),
         "wait-junk": ("      {+if (clients.size() < kMaxClients) +}line.AddAll();",
@@ -407,7 +406,7 @@ CHANGES = {
         "aside-closed": ("if (endpoint && {-now > tell_until + kTellGrace-}{+false+}) {",
             "attacks: test_invented_addresses_in_line"),
         "aside-contacts": ("{-if (num_contacts == kMaxContacts) return false;-}",
-            "inside: test_server_of_strangers and renew"),
+            "attacks: test_invented_addresses_in_line"),
         "family": ("size_t same = internet ? {-2-}{+0+} : 0;", "attacks: test_another_family"),
         "budget": ("{-if (size > memory_left) return;-}", "attacks: test_waiting_is_not_silence"),
         "budget-returns": ("{-if (source) memory_left += source->size;-}",
@@ -415,7 +414,7 @@ CHANGES = {
         "page-a-round": ("{-      if (made_pages < page_idx.size()) MakeNextPage();-}{+      while "
             "(made_pages < page_idx.size()) {\n"
             "        MakeNextPage();\n        if (!source) break;\n      }+}",
-            "inside: test_server_of_strangers and pages"),
+            "attacks: test_pages_of_another"),
         "waiting": ("{-      session.heard_at = Clock::now();\n-}    }\n    session.Send",
             "attacks: test_waiting_is_not_silence"),
         "waiting-dead": ("    {-if (!session.HasSent()) return;\n    -}reported_at = Clock::now();",
@@ -443,9 +442,7 @@ CHANGES = {
 MUTANTS = {name: Mutant(program, *texts) for program, changes in CHANGES.items()
            for name, texts in changes.items()}
 # Helpers that contain the code of a program, by a word in the names of their tests.
-HELPERS = {("allocator", "8_malloc"): "allocator", ("inside", "7_queue"): "inside_queue",
-           ("inside", "14_strangers"): "inside_strangers",
-           ("inside", "10_lock"): "inside_lock"}
+HELPERS = {("allocator", "8_malloc"): "allocator", ("inside", "10_lock"): "inside_lock"}
 
 
 def faults(mutant):

@@ -613,6 +613,8 @@ struct Endpoint : Wrapper<fid_ep> {
   std::set<fi_addr_t> greeted;  // those that have been sent something
   bool delivers = false;        // what completes has arrived
   size_t tx = 0;                // operations in flight that are no RECVs
+  size_t write_bytes = 0;       // of the WRITEs among them
+  void* refused = nullptr;  // the context of the last post, if it found no room
   std::set<Op*> in_flight;
   std::vector<Piece*> held;  // that the provider has not got yet
   Address address;
@@ -840,6 +842,7 @@ void Release(Op* op) {
   for (Region* region : op->regions) --region->users;
   g_contexts.erase(op->context);
   if (op->kind != kRecv) --op->ep->tx;
+  if (op->kind == kWrite) op->ep->write_bytes -= op->size;
   --op->ep->cq->in_flight;
   op->reported = true;
 }
@@ -874,7 +877,13 @@ bool NoRoom(const Endpoint& ep, Kind kind) {
 // Takes an operation that is in order, and starts it sooner or later.
 ssize_t Post(const Call& call) {
   auto& ep = Ours<Endpoint>(call.fid);
-  if (NoRoom(ep, call.kind)) return -FI_EAGAIN;
+  // No rule, but a program that has a queue tries the same one again.
+  void* refused = std::exchange(ep.refused, nullptr);
+  if (refused != nullptr && refused != call.context) Count("overtaken");
+  if (NoRoom(ep, call.kind)) {
+    ep.refused = call.context;
+    return -FI_EAGAIN;
+  }
   if (call.kind == kSend && Lacks("memory-to-send")) return -FI_ENOMEM;
   if (call.kind == kSend && !CheckSend(ep, call.addr, call.size))
     return -FI_EINVAL;
@@ -890,6 +899,10 @@ ssize_t Post(const Call& call) {
   ep.in_flight.insert(&op);
   Count(kTraits[op.kind].name);
   if (op.kind != kRecv) ++ep.tx;
+  if (op.kind == kWrite) {
+    size_t& most = g_counts["most bytes of WRITEs"];
+    most = std::max(most, ep.write_bytes += op.size);
+  }
   Broken(++ep.cq->in_flight > ep.cq->size, "cq",
          "more operations are in flight than it has entries");
   if (kTraits[op.kind].rights != 0 && !CheckRemote(op)) {

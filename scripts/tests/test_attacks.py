@@ -139,13 +139,15 @@ def test_nowhere_in_line(run, provider):
     server.stop()
 
 
-WAITING = 300
+WAITING = 400
+CONTACTS = 256  # at a time, that a server tells
 
 
 @pytest.mark.long
 def test_invented_addresses_in_line(run, patient):
     """All who wait are told so, also where nobody listens. The server does not keep their
-    addresses, nor the connections that it has made to them."""
+    addresses, nor the connections that it has made to them, of which there are never
+    many."""
     client = FakeClient(run, patient)
     places = take_places(client)
     before = patient.process.descriptors()
@@ -154,7 +156,14 @@ def test_invented_addresses_in_line(run, patient):
         connect_from(client, map(invented, range(WAITING)))
         later = patient.start_client(*SHORT)
         later.wait_for("^The server can't serve us yet: waiting$")
-        wait_until(lambda: patient.process.descriptors() < before + WAITING // 4, 30)
+        found = []
+
+        def few():
+            found.append(patient.process.descriptors() - before)
+            return found[-1] < WAITING // 4
+
+        wait_until(few, 30)
+        assert max(found) < (CONTACTS + WAITING) // 2
         for place in places:
             leave(client, place)
         assert later.wait() == 0, later.output
@@ -314,6 +323,24 @@ def test_killed_while_it_waits_for_memory(run, provider):
     server.process.wait_for(r"^\[2\] error: ", 60)
     assert alive.wait() == 0, alive.output
     server.check_client(*pages, "1")
+    server.stop()
+
+
+SLOW = variant(STRANGERS, (
+    "    auto page = MakePage(page_size, request.seed + made_pages);",
+    "    std::this_thread::sleep_for(100ms);\n"
+    "    auto page = MakePage(page_size, request.seed + made_pages);"))
+
+
+def test_pages_of_another(run):
+    """A server that makes many pages for one client, for 20 s here, looks at the others
+    after each of them."""
+    server = Server(run, SLOW(), STRANGERS)
+    greedy = server.start_client("4096", "200", "1")
+    server.process.wait_for(r"^\[1\] Received RandomFill")
+    server.check_client("4096", "1", "1")
+    greedy.signal(signal.SIGINT)
+    assert greedy.wait() == 1
     server.stop()
 
 

@@ -300,6 +300,19 @@ def test_nobody_reads(serve, program, provider):
     client.signal(signal.SIGKILL)  # what it says: test_server_gone
 
 
+@pytest.mark.builds("plain")
+@two_providers
+def test_nobody_reads_a_client(serve, provider):
+    """Each of its lines brings a signal then. The later ones are no second signal, which
+    would end it at once."""
+    server = serve("7_queue", provider)
+    unread = ["bash", "-c", 'exec > >(exit); wait $!; exec "$@"', "bash"]
+    client = server.run([*unread, *server.command, server.addresses, "65536", "10", "1"],
+                        server.provider)
+    assert client.wait() in (0, 1), client.output  # it may be done by then
+    server.stop()
+
+
 def busy(servers):
     """Those that take more than 5 % of a core for three seconds."""
     if not servers:

@@ -147,11 +147,10 @@ $(MOVES:%=$(BUILD)/moves/src/%.cpp): $(BUILD)/moves/src/%.cpp: FORCE
 # The head of each says what it is. scripts/test.sh has TOOL_CXXFLAGS, because the
 # optimizer takes longer than most of them run.
 TOOL_CXXFLAGS ?= $(CXXFLAGS)
-TOOLS := $(BUILD)/sender $(BUILD)/allocator $(BUILD)/inside_lock $(BUILD)/bench_loop
+TOOLS := $(BUILD)/sender $(BUILD)/allocator $(BUILD)/bench_loop
 LIBRARIES := $(BUILD)/strict.so $(BUILD)/watch.so
 $(BUILD)/sender: scripts/tests/sender.cpp
 $(BUILD)/allocator: scripts/tests/allocator.cpp src/8_malloc.cpp
-$(BUILD)/inside_lock: scripts/tests/inside_lock.cpp src/10_lock.cpp
 $(BUILD)/bench_loop: scripts/bench/bench_loop.cpp src/7_queue.cpp
 $(BUILD)/strict.so: scripts/tests/strict.cpp scripts/tests/stand_in.h
 $(BUILD)/watch.so: scripts/watch/recorder.cpp scripts/tests/stand_in.h

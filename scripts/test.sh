@@ -66,8 +66,8 @@ wait
 # A program of somebody's own is no matter of the tests, and may be half done.
 export TOOL_CXXFLAGS="$quick$(include_headers build)"
 export STAND_IN_CXXFLAGS=$TOOL_CXXFLAGS
-make -j2 all OWN= build/sender build/allocator build/inside_lock \
-  build/bench_loop build/watch.so stand-ins
+make -j2 all OWN= build/sender build/allocator build/bench_loop build/watch.so \
+  stand-ins
 sanitize+=$(include_headers build/sanitized)
 make -j2 all OWN= BUILD=build/sanitized CXXFLAGS="$sanitize"
 

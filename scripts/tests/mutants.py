@@ -269,10 +269,10 @@ CHANGES = {
         "seat": ("while ({-std::any_of(clients.begin(), clients.end(), "
             "taken-}{+taken(clients.front()+})) ++seat;", "lock: test_seats"),
         "torn-version": ("return {-checksum == (version == 0 ? 0 : Checksum())-}"
-            "{+version == 0 || checksum == Checksum()+};", "inside: test_ledger_that_changes"),
-        "old-data": ("key * 31{- + version-});", "inside: test_ledger_that_changes"),
+            "{+version == 0 || checksum == Checksum()+};", "lock: test_torn_records"),
+        "old-data": ("key * 31{- + version-});", "lock: test_torn_records"),
         "ledger-once": ("{-if (turn.Word() == before.Word()) -}break;",
-            "inside: test_ledger_that_changes"),
+            "lock: test_ledger_that_changes"),
         "lease-of-a-turn": ("{-        changed_at = Clock::now();\n-}", "lock: test_long_queue"),
         "seat-bound": (
             "if (joined.size != sizeof(SharedTable){- || joined.seat >= kMaxClients-}) {",
@@ -441,8 +441,6 @@ CHANGES = {
 }
 MUTANTS = {name: Mutant(program, *texts) for program, changes in CHANGES.items()
            for name, texts in changes.items()}
-# Helpers that contain the code of a program, by a word in the names of their tests.
-HELPERS = {("allocator", "8_malloc"): "allocator", ("inside", "10_lock"): "inside_lock"}
 
 
 def faults(mutant):
@@ -517,8 +515,6 @@ class Copy:
             ids = self.pytest(test_file, names, "--collect-only")
         wanted = [build for build, (word, _) in BUILDS.items()
                   if re.search(rf"\[.*\b{word}\b.*\]", ids)]
-        helpers = [helper for (word, program), helper in HELPERS.items()
-                   if word in test_file + names and program == mutant.program]
         path = f"{self.root}/src/{mutant.program}.cpp"
         with open(path) as file:
             source = file.read()
@@ -527,8 +523,8 @@ class Copy:
             file.write(source.replace(mutant.old, mutant.new))
         for build in wanted or ["build"]:
             self.make(mutant.program, build, BUILDS[build][1])
-        for helper in helpers:
-            self.make(f"build/{helper}", "build", BUILDS["build"][1])
+        if "test_allocator" in names:  # it contains the code of 8_malloc
+            self.make("build/allocator", "build", BUILDS["build"][1])
         said = self.pytest(test_file, names, "-x", "-n", "2")
         # The last line is short. Above it, a failure may show numbers of 100,000 digits,
         # in which these searches would not end.

@@ -15,6 +15,7 @@ from fakes import FakeClient, FakeServer
 from harness import LIBFABRIC_LEAKS, PROVIDERS, TIME_FACTOR, under_strict
 from marks import takes_strict, two_providers
 from messages import BYE, JOIN, TABLE_ALIVE, TABLE_REPLY, plain
+from repository import variant
 
 LEASE = 1  # s
 LOG_SIZE = 1 << 20  # entries
@@ -202,8 +203,8 @@ class Vandal(FakeClient):
 
 
 TICKETS, LOCK_TICKETS, TURN, LEDGERS = 0, 64, 128, 192  # places in the memory
-RECORDS = 1344
-LOG = RECORDS + 1024 * 256
+RECORDS, NUM_RECORDS = 1344, 1024
+LOG = RECORDS + NUM_RECORDS * 256
 TABLE_SIZE = LOG + 8 * LOG_SIZE
 
 
@@ -301,6 +302,45 @@ def test_clients_find(run, serve):
         client = server.start_client("1")
         assert client.wait() == 1
     assert client.output.endswith("error: the log is full\n")
+    vandal.leave()
+    server.stop()
+
+
+CHECKING = variant("10_lock", ("      Turn before = turn;\n", """\
+      Turn before = turn;
+      printf("checking\\n");
+      std::this_thread::sleep_for(1s);
+"""))
+
+
+@pytest.mark.builds("plain")
+def test_ledger_that_changes(run, serve):
+    """A client that READs the ledger without a lock, late here, READs it again if it is not
+    the valid one any more: others may write it."""
+    server = serve("10_lock", "shm")
+    vandal = Vandal(run, server)
+    with vandal.saying(plain(TABLE_ALIVE)):
+        client = run([f"{CHECKING()}/10_lock", server.address, "1"], "shm")
+        client.wait_for("^checking$")
+        vandal.write(LEDGERS, 6, 5, 1)  # five changes of ours, and that of the client
+        vandal.write(TURN, 2 * 256)
+        vandal.write(LEDGERS + 2 * 72, 9)  # where the client's turn has left it
+        assert client.wait() == 0, client.output
+    server.stop()
+
+
+@pytest.mark.builds("plain")
+@pytest.mark.parametrize("words", [(0, 7), (1, 0xd214225a9e084f29)], ids=["version", "data"])
+def test_torn_records(run, serve, words):
+    """A record with half of a version, 0, is not taken for a free one. Nor is one with a new
+    version and old data, whose checksum is that of version 0, taken for a whole one. A
+    client READs it 100 times."""
+    server = serve("10_lock", "shm")
+    vandal = Vandal(run, server)
+    vandal.write(RECORDS, *(0, *words, *[0] * 29) * NUM_RECORDS)
+    with vandal.saying(plain(TABLE_ALIVE)):
+        client = server.check_client("1")
+    assert "READs of half a WRITE: 100\n" in client.output
     vandal.leave()
     server.stop()
 

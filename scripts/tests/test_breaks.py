@@ -45,12 +45,16 @@ def test_2_first(broken):
         server.check_client(text)
         return server, server.received()
 
-    assert send("Hello, world!")[1] == "13 bytes: Hello, world!"
-    for provider in ["", *{"shm"}.intersection(PROVIDERS)]:
+    def changed(provider):
         server, received = send("x" * 20000, provider)
         # The tcp of libfabric 2 copies this one, too.
         hidden = "provider: tcp\n" in server.process.output
-        assert received == "20000 bytes: " + "#x"[hidden] * 20000
+        return received == "20000 bytes: " + "#x"[hidden] * 20000
+
+    assert send("Hello, world!")[1] == "13 bytes: Hello, world!"
+    # Over shm, the server may take it before the client, on a busy core, has changed it.
+    for provider in ["", *{"shm"}.intersection(PROVIDERS)]:
+        assert any(changed(provider) for _ in range(3))
     if "sockets" in PROVIDERS:
         # Its thread has usually not taken the text yet.
         assert "13 bytes: " + "#" * 13 in (

@@ -334,9 +334,10 @@ def test_silent(walk, word):
     client = next(clients)
     assert client.wait() == 1
     assert f"error: {SOON} while waiting for the pages" in client.output
-    # One PROGRESS is under way, and the server waits for it before it reports again.
+    # One PROGRESS is under way, and the server waits for it before it reports again. (On a
+    # busy machine, the client may be gone before the first.)
     server.process.wait_for("error: WRITE failed: ")
-    assert len(re.findall("WRITE: [0-9]+%", server.process.output)) == 1
+    assert len(re.findall("WRITE: [0-9]+%", server.process.output)) <= 1
 
 
 @over_tcp

@@ -27,7 +27,7 @@ from table import EXAMPLES, TABLE  # noqa: E402
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "builds(*names): the builds to test")
+    config.addinivalue_line("markers", "builds(*names): the builds to test, where it is not only the plain one")
     config.addinivalue_line(
         "markers", "may_warn(pattern, provider, program): it may print this warning")
     config.addinivalue_line("markers", "thorough: only make test-all runs it")
@@ -92,11 +92,11 @@ def each_value_once(items):
 
 
 def pytest_generate_tests(metafunc):
-    """Runs every test that takes `build` with the plain programs, and again with
-    those that have sanitizers."""
+    """Runs a test that takes `build` with the plain programs, unless it says that it is
+    about those that have sanitizers, or about both."""
     if "build" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("builds")
-        names = marker.args if marker else ("plain", "sanitized")
+        names = marker.args if marker else ("plain",)
         # Sanitizers would take too long on an emulated processor.
         names = ("plain",) if OVER_VERBS else names
         metafunc.parametrize("build", names, indirect=True, scope="session")

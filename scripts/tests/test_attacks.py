@@ -18,8 +18,7 @@ from marks import not_over_verbs
 from messages import BYE, WAIT, base, type_and_nonce
 from repository import variant
 
-pytestmark = [pytest.mark.builds("plain"),
-              not_over_verbs("the attacks make connections of TCP")]
+pytestmark = not_over_verbs("the attacks make connections of TCP")
 
 STRANGERS = "14_strangers"
 SHORT = "4096", "10", "1"

@@ -18,8 +18,6 @@ from repository import (QUICKLY, ROOT, build_moves, make, number, read_source, r
                         variant)
 from table import TABLE
 
-pytestmark = pytest.mark.builds("plain")
-
 
 @pytest.fixture
 def broken(run, tmp_path):

@@ -76,7 +76,6 @@ def check_crowd(crowd, clients, requests, timeout=60):
                      "texts, all correct, ", crowd.output, re.M), crowd.output
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_many_at_once(run, serve, provider):
     """Texts that the server finds together are all answered, in their order, though
@@ -101,7 +100,6 @@ def test_turns(run):
     assert "turns: 10 and 10\n" in process.output
 
 
-@pytest.mark.builds("plain")
 def test_full_server(run):
     """One client too many is not answered, and gets in when another one has left."""
     server = Server(run, SMALL(), PROGRAM)
@@ -121,7 +119,6 @@ def test_full_server(run):
 
 # ---- Clients that go, or do not read ----
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_killed_crowd(serve, provider):
     """Two of three clients are killed at any moment. The others lose nothing, get
@@ -164,7 +161,6 @@ def start_deaf(run):
 
 @pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others have room for everything")
 @not_over_verbs("an adapter has no such queues")
-@pytest.mark.builds("plain")
 @pytest.mark.thorough
 def test_deaf_client(serve, start_deaf):
     """A client that asks and reads no answer has no more than its share of the room
@@ -200,7 +196,6 @@ def test_deaf_and_forgotten(serve, start_deaf):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_lost_connect(run, build):
     """A client of a crowd that gets no ACCEPT sends its CONNECT again."""
     server = CrowdHost(run, build, "1", "1")
@@ -213,7 +208,6 @@ def test_lost_connect(run, build):
     assert server.client.wait() == 0, server.client.output
 
 
-@pytest.mark.builds("plain")
 def test_rare_requests(run):
     """Clients that ask more rarely than the server remembers them begin anew each
     time, and get on."""
@@ -223,7 +217,6 @@ def test_rare_requests(run):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_forgotten(run):
     """What has been said by one who has been forgotten is that of a stranger. One that
     goes on asking is not forgotten."""
@@ -264,7 +257,6 @@ def test_asks_and_leaves(run, serve, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_one_after_the_other_of_a_crowd(serve):
     """Many clients, none of which leaves anything behind. libfabric keeps some of what
     it has needed for a later use: 13 MB in the first 4,000, nearly nothing after."""
@@ -282,7 +274,6 @@ def test_one_after_the_other_of_a_crowd(serve):
 
 # ---- Those who are interrupted, or lose their server ----
 
-@pytest.mark.builds("plain")
 def test_server_of_a_crowd_gone(serve):
     """Whoever waits for it gives up, and says so."""
     server = serve(PROGRAM)
@@ -355,7 +346,6 @@ def test_whose_message(run, serve):
 
 # ---- Answers that no server of ours would give ----
 
-@pytest.mark.builds("plain")
 def test_stray_replies(run, build):
     """A client takes the answers with its number, and no others."""
     server = CrowdHost(run, build, "1", "2")
@@ -372,7 +362,6 @@ def test_stray_replies(run, build):
     assert server.client.wait() == 0, server.client.output
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("answer,error", [
     (crowd(TEXT, b"not ours"), "the text is not correct"),
     (crowd(99), "bad message: type 99")], ids=["text", "type"])

@@ -25,7 +25,6 @@ def answer(program):
 
 
 @some_exercises
-@pytest.mark.builds("plain")
 def test_not_solved_yet(build, number, program):
     """What fails are assertions, and not the test itself."""
     done = subprocess.run(

@@ -72,7 +72,6 @@ def test_server_gone(serve, run, build, program):
 
 
 @not_over_verbs("under that limit, no client gets through to the server")
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,pages,mb", [
     ("7_queue", (1 << 20, 64), 60), ("14_strangers", (1 << 20, 500), 300)])
 def test_no_memory(serve, program, pages, mb):
@@ -130,7 +129,6 @@ def test_signals(run, serve, build, program, provider):
 ASKING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
-@pytest.mark.builds("plain")
 def test_second_signal(build):
     """A process that hangs does not get as far as its end. Then a second signal, of
     the same kind or another, ends it at once. Here, a client of a server that does not
@@ -180,7 +178,6 @@ def catches(pid, signum):
     return bool(mask >> (signum - 1) & 1)
 
 
-@pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.parametrize("program", ["7_queue", "14_strangers"])
 def test_client_signals_at_work(serve, program, provider):
@@ -203,7 +200,6 @@ def test_client_signals_at_work(serve, program, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.skipif("shm" not in PROVIDERS, reason="there is no shm here")
 def test_client_signals_at_its_first_contact(serve):
     """Its shared memory outlives the signal, because the server is about to map it. The
@@ -224,7 +220,6 @@ def test_client_signals_at_its_first_contact(serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @over(PROGRAMS)
 def test_client_signals_at_the_start(serve, program, provider):
     """Clients that are interrupted in their first moments, also before they have turned
@@ -250,7 +245,6 @@ def test_client_signals_at_the_start(serve, program, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_stood_still(run, build, provider):
     """A client that has stood still for longer than it waits first reads what has come."""
@@ -268,7 +262,6 @@ def test_stood_still(run, build, provider):
 NOWHERE = "255.255.255.255", "224.0.0.1", "240.0.0.1"
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.long
 @not_over_verbs("these are addresses of TCP")
 def test_addresses_of_nobody(run, serve):
@@ -286,7 +279,6 @@ def test_addresses_of_nobody(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @over(PROGRAMS)
 def test_nobody_reads(serve, program, provider):
     """A server whose lines go to a process that has ended, as `head` does: that is a signal
@@ -300,7 +292,6 @@ def test_nobody_reads(serve, program, provider):
     client.signal(signal.SIGKILL)  # what it says: test_server_gone
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_nobody_reads_a_client(serve, provider):
     """Each of its lines brings a signal then. The later ones are no second signal, which
@@ -324,7 +315,6 @@ def busy(servers):
             if server.process.cpu_seconds() - earlier >= limit]
 
 
-@pytest.mark.builds("plain")
 def test_idle(serve):
     """Servers that wait take next to nothing."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -338,7 +328,6 @@ def test_idle(serve):
         list(pool.map(Server.stop, servers))
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_idle_in_a_session(run, serve, provider):
     """A client that says nothing keeps its server as quiet."""
@@ -367,7 +356,6 @@ def client_args(program, address=ADDRESS):
     return [address, *TABLE[program].least]
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.every_program
 def test_wrong_arguments(build, program):
@@ -390,6 +378,7 @@ def test_wrong_arguments(build, program):
         list(pool.map(check, wrong.items()))
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_address_of_another_provider(build, program):
     """It is well-formed; only this provider has no such addresses."""
@@ -402,6 +391,7 @@ def test_address_of_another_provider(build, program):
         assert "Sent" not in done.stdout
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(build, program):
     done = ran(build, program, "--help")
@@ -410,7 +400,6 @@ def test_help(build, program):
     assert not done.stderr
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_gpu(build, program):
     """Who asks for a GPU where there is none, or without CUDA, gets an error before anything
@@ -423,6 +412,7 @@ def test_no_gpu(build, program):
         assert re.fullmatch(r"error: (cudaMalloc: .*|built without CUDA)\n", done.stderr), done
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_provider(build, program):
     """An error that says what was tried."""
@@ -437,7 +427,6 @@ def test_no_provider(build, program):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_immediate_data(run, build, program, provider):
@@ -453,7 +442,6 @@ def test_no_immediate_data(run, build, program, provider):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_locked_memory(run, serve, build, program):
     """Where not enough memory may be locked, a line says so."""

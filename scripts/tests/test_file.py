@@ -81,7 +81,6 @@ def waiting_disk(run):
 CASES = [(0, 8), (MIB, 8), (MIB + 1, 1), (20 * MIB, 16)]
 
 
-@pytest.mark.builds("plain")  # test_four_clients has the others
 @each_provider
 def test_sizes(serve, provider):
     """Every byte arrives, in files that fill their chunks and that do not, with few
@@ -98,7 +97,6 @@ def test_sizes(serve, provider):
 
 # ---- The server's directory ----
 
-@pytest.mark.builds("plain")
 def test_no_directory(run, build):
     """What is no directory is a wrong argument. So is an address without a file."""
     folder = run.new_folder()
@@ -111,7 +109,6 @@ def test_no_directory(run, build):
     assert os.listdir(folder) == ["file"]
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("folder_of_server", ["received", ""])
 def test_two_terminals(run, build, folder_of_server):
     """The command that the server prints, in another terminal, for a file that is
@@ -163,7 +160,6 @@ def test_names(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("name", ["file", "file.part"])
 def test_existing_files(serve, name):
     """Whatever has the name of the file, or of its .part, stays as it is: a file, a
@@ -189,7 +185,6 @@ def test_existing_files(serve, name):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_created_meanwhile(serve, waiting_disk):
     """Somebody else creates a file of this name during the transfer. It stays."""
     server = serve("9_file", **waiting_disk.env)
@@ -209,7 +204,6 @@ def test_created_meanwhile(serve, waiting_disk):
 
 # ---- Sources that are none, or that change ----
 
-@pytest.mark.builds("plain")
 def test_no_source(serve, run):
     """What cannot be sent, is said before the server hears of it."""
     server = serve("9_file")
@@ -222,7 +216,6 @@ def test_no_source(serve, run):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_source_shrinks(serve, waiting_disk):
     """Both sides say so, and nothing of it is left."""
     server = serve("9_file", **waiting_disk.env)
@@ -256,7 +249,6 @@ def test_file_size_limit(serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("what,error", [("files", r"cannot sync file \d+\.part"),
                                         ("directories", "cannot sync the directory")])
 def test_disk_that_forgets(serve, what, error):
@@ -275,7 +267,6 @@ def test_disk_that_forgets(serve, what, error):
 
 # ---- Credits ----
 
-@pytest.mark.builds("plain")
 def test_slow_disk(serve):
     """The sender waits for credits: it takes as long as the disk does, and it is
     never more chunks ahead than it has slots. The server needs no more memory for a
@@ -355,7 +346,6 @@ def test_checksum(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_write_while_saving(run, serve, waiting_disk):
     """A sender that WRITEs into a slot while its chunk is being saved. The checksum is that
     of what may have come into the file, not of what was there before."""
@@ -372,7 +362,6 @@ def test_write_while_saving(run, serve, waiting_disk):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_disk_that_stands_still(run, serve, waiting_disk):
     """The disk does not go on with a chunk, and its client has left meanwhile. Others are
     served all the same."""
@@ -395,7 +384,6 @@ def test_disk_that_stands_still(run, serve, waiting_disk):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_disk_slower_than_patience(serve):
     """A chunk takes longer than the time after which a silent side is given up: both say
     that they are still there."""
@@ -407,7 +395,6 @@ def test_disk_slower_than_patience(serve):
 
 # ---- Messages ----
 
-@pytest.mark.builds("plain")
 def test_failed_while_it_writes(run, serve):
     """A client hears why its file is not saved before a WRITE of it fails: until it
     leaves, its slots are there."""

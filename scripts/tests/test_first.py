@@ -28,6 +28,7 @@ def first(run, build):
     return lambda provider="", **env: First(run, build, PROGRAM, provider, **env)
 
 
+@pytest.mark.builds("plain", "sanitized")
 @each_provider
 def test_one_message(first, provider):
     """Of any length, also of none. What is longer than the buffer is cut."""
@@ -45,7 +46,6 @@ def test_one_message(first, provider):
     assert server.received() == "65536 bytes: " + "x" * 65536
 
 
-@pytest.mark.builds("plain")
 @each_provider
 def test_nobody_there(first, provider):
     """A client whose server has ended is silent. Only sockets says something."""
@@ -64,7 +64,6 @@ def test_nobody_there(first, provider):
     end(client)
 
 
-@pytest.mark.builds("plain")
 @each_provider
 def test_two_messages(first, provider):
     """One is printed. The client of the other one may say that it was sent, stand still,
@@ -83,7 +82,6 @@ def test_two_messages(first, provider):
         end(client)
 
 
-@pytest.mark.builds("plain")
 def test_one_digit(first):
     """Exercise 3 of chapter 2: over tcp, the first digits say what kind of address it is,
     and nobody looks at the others."""
@@ -111,7 +109,6 @@ def test_one_digit(first):
     server.received()
 
 
-@pytest.mark.builds("plain")
 @takes_strict
 @two_providers
 def test_strict(run, first, provider):

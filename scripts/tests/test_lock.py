@@ -54,7 +54,6 @@ def turns(client):
         client.output, re.M).groups()]
 
 
-@pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.thorough
 def test_together(serve, provider):
@@ -72,7 +71,6 @@ def test_together(serve, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_stopped_server(serve, provider):
     """The library in the server's process executes the atomic operations, over verbs,
@@ -156,7 +154,6 @@ def test_killed_clients(serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_interrupted(serve, provider):
     """Ctrl-C at any moment: the client says so, and what it was at completes or not."""
@@ -232,7 +229,6 @@ def test_the_server_finds(run, serve, wrong):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_long_queue(run, serve):
     """A lease is over if the turn has not changed for that long. How long a client has
     waited for the turns of others does not matter."""
@@ -313,7 +309,6 @@ CHECKING = variant("10_lock", ("      Turn before = turn;\n", """\
 """))
 
 
-@pytest.mark.builds("plain")
 def test_ledger_that_changes(run, serve):
     """A client that READs the ledger without a lock, late here, READs it again if it is not
     the valid one any more: others may write it."""
@@ -329,7 +324,6 @@ def test_ledger_that_changes(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("words", [(0, 7), (1, 0xd214225a9e084f29)], ids=["version", "data"])
 def test_torn_records(run, serve, words):
     """A record with half of a version, 0, is not taken for a free one. Nor is one with a new
@@ -365,7 +359,6 @@ AT_ONCE = {"STRICT_DELAY_US": "0", "STRICT_CQ_DELAY_US": "0", "STRICT_EAGAIN": "
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @two_providers
 def test_late_writes(run, serve, provider):
     """A ledger is in place before it becomes the valid one."""
@@ -379,7 +372,6 @@ def test_late_writes(run, serve, provider):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @pytest.mark.thorough
 def test_late_completions(run, serve):
     """A client whose own ledger is the valid one WRITEs the next one aside, and loses
@@ -398,7 +390,6 @@ def test_late_completions(run, serve):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 def test_no_atomics(run, build):
     """A provider without atomics is refused at the start, by its name."""
     refused = {"tcp": under_strict(run, STRICT_LACKS="atomics")}

@@ -44,7 +44,6 @@ def check_whole(server):
     server.process.wait_for(f"^{WHOLE}\n\\Z")
 
 
-@pytest.mark.builds("plain")
 def test_allocator(build):
     """Each of many random calls has to do what a simple model expects. A client's piece comes
     back when its endpoint is closed."""
@@ -122,7 +121,6 @@ def test_killed_clients(serve, provider):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 def test_stopped_client(run, serve):
     """A client that is stopped while it has pieces. They come back after the limit of
     10 s. One that says no more than that it is alive keeps its pieces."""
@@ -144,7 +142,6 @@ def test_stopped_client(run, serve):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 def test_late_writes(run, serve):
     """On a network that takes its time for WRITEs, and none for READs, a client READs what
     it has written."""
@@ -155,7 +152,6 @@ def test_late_writes(run, serve):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @pytest.mark.long
 @pytest.mark.thorough
 def test_alive(run, serve):

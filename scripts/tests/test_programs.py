@@ -33,7 +33,6 @@ def check_last_lines(server, count):
     assert list(last.values()) == ["100"] * count, server.process.output
 
 
-@pytest.mark.builds("plain")  # test_four_clients has the others
 @each_provider
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.every_program
@@ -68,7 +67,6 @@ def test_texts(serve, program, provider):
 SIZES = [(1, 1), (7, 1000), (64, 16000), (65528, 17)]
 
 
-@pytest.mark.builds("plain")  # it takes long
 @each_provider
 def test_sizes(serve, provider):
     """All write the pages in the same way, so one of them does it over each provider. The
@@ -81,7 +79,6 @@ def test_sizes(serve, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", [
     "7_queue", pytest.param("14_strangers", marks=pytest.mark.thorough)])
 def test_progress_lines(serve, program):
@@ -104,7 +101,6 @@ def test_progress_lines(serve, program):
     server.stop()
 
 
-@pytest.mark.builds("plain")  # it takes long
 @pytest.mark.parametrize("program,provider", [
     *(("7_queue", p) for p in PROVIDERS), ("14_strangers", "")])
 def test_eagain(serve, program, provider):
@@ -142,7 +138,6 @@ def test_four_clients(serve, program, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_busy(serve, provider):
     """As long as pages are written, neither side sleeps."""
@@ -160,7 +155,6 @@ def test_busy(serve, provider):
 
 # ---- Much at a time ----
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,provider,count", [
     *(pytest.param("7_queue", p, 8, id=f"7_queue-{p or 'default'}") for p in PROVIDERS
       if p != "udp;ofi_rxd"),  # as in test_four_clients
@@ -181,7 +175,6 @@ def test_crowd(serve, program, provider, count):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,args", [("5_reverse", []), ("7_queue", ["8", "1", "1"]),
                                           ("14_strangers", ["8", "1", "1"])])
 def test_one_after_the_other(serve, program, args):
@@ -214,7 +207,6 @@ def hosts(network):
     return network.hosts
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("provider", ["", "udp;ofi_rxd"],
                          ids=["default", "udp;ofi_rxd"])
 def test_two_hosts(serve, hosts, provider):
@@ -225,7 +217,6 @@ def test_two_hosts(serve, hosts, provider):
         server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.thorough
 def test_slow_cable(serve, network, hosts):
     """A transfer that takes longer than the limit of 10 s. The client would hear

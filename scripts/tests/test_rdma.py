@@ -17,10 +17,8 @@ from repository import ROOT, variant
 from test_ring import Ring
 
 VERBS = "verbs;ofi_rxm"
-pytestmark = [
-    pytest.mark.builds("plain"),
-    pytest.mark.skipif(not is_here(VERBS), reason="there is no RDMA device here; "
-                       "make test-rdma brings one")]
+pytestmark = pytest.mark.skipif(
+    not is_here(VERBS), reason="there is no RDMA device here; make test-rdma brings one")
 MANY = 3000  # more messages than anybody has RECVs for, and less than a pipe holds
 
 

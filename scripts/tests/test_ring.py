@@ -68,6 +68,7 @@ def ring(run, build):
     return lambda *args, **kwargs: Ring(run, build, *args, **kwargs)
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("floats", ["8", FLOATS])
@@ -76,6 +77,7 @@ def test_sums(ring, count, provider, floats):
     ring(count, floats, provider).check()
 
 
+@pytest.mark.builds("plain", "sanitized")
 def test_late_rank(run, build):
     """The others wait for a rank that starts late, and say so."""
     folder = f"{run.new_folder()}/run"
@@ -87,7 +89,6 @@ def test_late_rank(run, build):
     assert first.wait() == second.wait() == 0, first.output + second.output
 
 
-@pytest.mark.builds("plain")
 def test_stragglers(ring):
     """A rank stands still for a while, and then one that isn't its neighbour, which costs
     the others that time and no more. In between, nothing but signs of life tells them that
@@ -105,7 +106,6 @@ def test_stragglers(ring):
     some.check()
 
 
-@pytest.mark.builds("plain")
 @not_over_verbs("an emulated processor takes longer for all")
 def test_killed_rank(ring):
     """Each survivor hears of it, also one that is no neighbour of the dead. (Not over shm,
@@ -120,7 +120,6 @@ def test_killed_rank(ring):
 
 
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
 @not_over_verbs("an emulated processor takes longer for all")
 def test_stop(ring):
     """A rank that stands still for longer than others wait is given up, and ends, too."""
@@ -135,7 +134,6 @@ def test_stop(ring):
     assert some.ranks[1].wait(15) == 1, some.output()
 
 
-@pytest.mark.builds("plain")
 def test_interrupted(ring):
     """The one that is interrupted says so, and all end at once. Nothing is left."""
     some = ring(4, "64000000")
@@ -147,7 +145,6 @@ def test_interrupted(ring):
     assert some.ranks[3].output.endswith("error: rank 3 has failed: interrupted\n")
 
 
-@pytest.mark.builds("plain")
 def test_others_have_other_arguments(run, build):
     """Whose left neighbour has another array is named."""
     folder = f"{run.new_folder()}/run"
@@ -158,7 +155,6 @@ def test_others_have_other_arguments(run, build):
         assert re.search("^error: rank [02] has failed: bad message: READY", rank.output, re.M)
 
 
-@pytest.mark.builds("plain")
 def test_old_folder(run, build):
     """The addresses of an earlier run mislead nobody."""
     folder = run.new_folder()
@@ -170,7 +166,6 @@ def test_old_folder(run, build):
         f"error: {folder}/1.left exists: each run needs a new folder\n")
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("arguments", [
     [], ["x"], ["x", "0"], ["x", "0", "1"], ["x", "2", "2"], ["x", "-1", "2"],
     ["x", "", "2"], ["x", "0", "65"], ["x", "0", "2.5"], ["x", "0", "4", "3"],
@@ -182,13 +177,11 @@ def test_wrong_arguments(run, build, arguments):
     assert not os.path.exists(f"{ROOT}/x")
 
 
-@pytest.mark.builds("plain")
 def test_help(run, build):
     said = run([f"{build}/15_ring", "--help"])
     assert said.wait() == 0 and said.output.startswith("Usage:\n  15_ring FOLDER RANK N")
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("count,floats,delay,times", [
     (3, "8000000", "3000", 1), (2, "100000", "50000", 3)], ids=["long", "late"])
 def test_ring_under_strict_rules(ring, run, count, floats, delay, times):
@@ -208,7 +201,6 @@ def watch(folder, program, *arguments, **env):
     return done.returncode, done.stdout
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
 @pytest.mark.parametrize("floats,env", [
     ("8000000", {}), ("8000000", {"BEHIND": "build/strict.so"}),
@@ -222,7 +214,6 @@ def test_watched_ring(tmp_path, floats, env):
 
 
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
 @pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
 def test_break_15(tmp_path):
     """All sums are right, and only the recorder in front of a late network sees it."""
@@ -236,7 +227,6 @@ def test_break_15(tmp_path):
         r"^WRONG: rank \d, .* WRITE #\d+ goes where WRITE #\d+ goes", said, re.M), said
 
 
-@pytest.mark.builds("plain")
 def test_demo_of_peers():
     """With a line of each rank; it fails if they do, and leaves nothing running."""
     output = make("demo", CHAPTER="15_ring", ARGS="1000000")

@@ -14,8 +14,6 @@ from messages import TEXT, plain
 from repository import variant
 from test_strict import SHORT_DELAYS, check_rules
 
-pytestmark = pytest.mark.builds("plain")
-
 PROGRAM = "12_sleep"
 # Whether a completion queue has a descriptor. Adapters have, or not.
 WAKES = {"tcp;ofi_rxm": True, "tcp": True, "net": True, "sockets": True, "shm": False,

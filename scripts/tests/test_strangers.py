@@ -17,7 +17,6 @@ from marks import each_provider, not_over_verbs
 from messages import BYE, JOIN, MALLOC, PROGRESS, TEXT, base, plain, read_reply
 from table import TABLE
 
-pytestmark = pytest.mark.builds("plain")
 # How many keys a stranger tries for each program, over libfabric's first choice: GUESSES=300.
 # (shm compares no keys: whoever may use it may read the whole process.)
 GUESSES = int(os.environ.get("GUESSES", "8"))

@@ -92,7 +92,6 @@ def test_make_without_a_library(make_without, header, name):
     assert make_without(header, left_out[0])[0] == 2
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.skipif(not os.path.exists("/usr/include/infiniband/verbs.h")
                     or bool(glob.glob("/sys/class/infiniband/*")),
                     reason="no libibverbs, or an RDMA device")

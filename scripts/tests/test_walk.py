@@ -542,7 +542,6 @@ def test_slow_rail(network, walk_rails):
 
 @over_tcp
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
 def test_number_of_one_rail(run, network, tmp_path):
     """The number comes before the pages on another rail, if it waits for those on its own
     alone."""
@@ -597,7 +596,6 @@ def test_cable(network, walk_rails):
 
 @over_tcp
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
 def test_late_bytes(run, network, walk_rails, tmp_path):
     """What a rail that was given up has left in the kernel's queue arrives after the
     notification, nearly each time, and in no client that has closed its rails."""

@@ -3,7 +3,6 @@ need without pytest is in tests/harness.py."""
 
 import itertools
 import os
-import pty
 import re
 import shutil
 import signal
@@ -208,13 +207,3 @@ def network():
         yield network
     finally:
         network.close()
-
-
-@pytest.fixture(scope="session")
-def terminals():
-    """For tests that open pseudo-terminals."""
-    try:
-        for end in pty.openpty():
-            os.close(end)
-    except OSError as error:
-        pytest.skip(f"pseudo-terminals are not permitted: {error}")

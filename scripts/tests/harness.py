@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -128,6 +129,20 @@ class Process:
         self.reader.join(timeout)
         return self.popen.returncode
 
+    def check_error(self, what, timeout=60):
+        """Waits for its end with an error, which this pattern describes."""
+        assert self.wait(timeout) == 1, self.output
+        assert re.search(f"^error: (?:{what})", self.output, re.M), self.output
+
+    def interrupt(self):
+        """Ctrl-C for a client, which ends it."""
+        self.signal(signal.SIGINT)
+        self.check_error("interrupted\n\\Z")
+
+    def kill(self):
+        self.popen.kill()
+        self.wait()
+
     def cpu_seconds(self, main_thread=False):
         """How long it has had a core so far, or its main thread alone."""
         folder = f"/proc/{self.popen.pid}" + f"/task/{self.popen.pid}" * main_thread
@@ -227,8 +242,64 @@ def nobody_at(address):
         yield
 
 
-class Server:
-    """A server, its address, and clients for it."""
+def watch(folder, program, *args, provider="tcp", **env):
+    """Runs a program with the recorder: see scripts/watch. Returns the exit status, and what
+    was printed."""
+    if provider:
+        env["FI_PROVIDER"] = provider
+    done = subprocess.run(
+        [sys.executable, "scripts/watch/run.py", "-q", "-o", str(folder), program, *args],
+        cwd=ROOT, env={**os.environ, "BUILD": BUILD, **env}, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
+
+
+class AnyServer:
+    """A server of a program that TABLE need not know, its address, and clients for it: of
+    2_first, which takes one message and ends, of a move, or of a program of one's own."""
+
+    def __init__(self, run, build, program, provider="", *args, **env):
+        self.run = run
+        self.path = f"{build}/{program}"
+        self.provider = provider
+        self.env = env
+        self.process = run([self.path, *args], provider, **env)
+        self.address = address_of(self.process)
+
+    def start_client(self, *args, **env):
+        return self.run([self.path, self.address, *args], self.provider, **self.env, **env)
+
+    def check_client(self, *args):
+        """Runs a client, which must succeed. Returns it."""
+        client = self.start_client(*args)
+        assert client.wait() == 0, client.output + "\nserver:\n" + self.process.output
+        text = args[0] if args else "Hello, world!"
+        assert client.output.endswith(f"\nSent {len(text)} bytes.\n"), client.output
+        return client
+
+    def received(self):
+        """Waits for its end. Returns what it has received, as it prints it."""
+        assert self.process.wait() == 0, self.process.output
+        return re.search("^Received (.*)$", self.process.output, re.M)[1]
+
+    def errors(self):
+        """What the server has printed about errors."""
+        return re.findall(r"^(?:\[\d+\] )?error: .*", self.process.output, re.M)
+
+    def memory(self):
+        """What it has of the machine's memory, in kB."""
+        return self.process.status("VmRSS")
+
+    def stop(self, signum=signal.SIGTERM):
+        """Ends the server as a user would, and checks how it ends."""
+        assert self.process.popen.poll() is None, self.process.output
+        self.process.signal(signum)
+        assert self.process.wait(40) == 0, self.process.output
+        assert not owned_shm_files([self.process.popen.pid], self.process.born)
+
+
+class Server(AnyServer):
+    """A server of a program in TABLE."""
 
     def __init__(self, run, build, program, provider="", netns=None, folder=None,
                  wrapper=(), options=(), **env):
@@ -321,54 +392,10 @@ class Server:
                 for client in clients:
                     client.result()
 
-    def errors(self):
-        """What the server has printed about errors."""
-        return re.findall(r"^(?:\[\d+\] )?error: .*", self.process.output, re.M)
-
-    def memory(self):
-        """What it has of the machine's memory, in kB."""
-        return self.process.status("VmRSS")
-
     def pool_line(self, number, timeout=40):
         """What 8_malloc has printed about its pool after a client has gone."""
         return self.process.wait_for(
             rf"^\[{number}\] (?:Done|error: ).*\n(?:.*\n)*?(The pool .*)$", timeout)[1]
-
-    def stop(self, signum=signal.SIGTERM):
-        """Ends the server as a user would, and checks how it ends."""
-        assert self.process.popen.poll() is None, self.process.output
-        self.process.signal(signum)
-        assert self.process.wait(40) == 0, self.process.output
-        assert not owned_shm_files([self.process.popen.pid], self.process.born)
-
-
-class First:
-    """A server of a program that TABLE does not know, and clients for it: of 2_first, which
-    takes one message and ends, or of a move."""
-
-    def __init__(self, run, build, program, provider="", *args, **env):
-        self.run = run
-        self.path = f"{build}/{program}"
-        self.provider = provider
-        self.env = env
-        self.process = run([self.path, *args], provider, **env)
-        self.address = address_of(self.process)
-
-    def start_client(self, *args, **env):
-        return self.run([self.path, self.address, *args], self.provider, **self.env, **env)
-
-    def check_client(self, *args):
-        """Runs a client, which must succeed. Returns it."""
-        client = self.start_client(*args)
-        assert client.wait() == 0, client.output + "\nserver:\n" + self.process.output
-        text = args[0] if args else "Hello, world!"
-        assert client.output.endswith(f"\nSent {len(text)} bytes.\n"), client.output
-        return client
-
-    def received(self):
-        """Waits for its end. Returns what it has received, as it prints it."""
-        assert self.process.wait() == 0, self.process.output
-        return re.search("^Received (.*)$", self.process.output, re.M)[1]
 
 
 def shares(server, client):

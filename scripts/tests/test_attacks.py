@@ -181,8 +181,7 @@ def test_junk_at_the_door(run, serve):
     time.sleep(1)
     server.check_client(*SHORT)
     assert not server.errors()
-    stranger.process.popen.kill()
-    stranger.process.wait()
+    stranger.process.kill()
     server.stop()
 
 
@@ -317,8 +316,7 @@ def test_killed_while_it_waits_for_memory(run, provider):
     if provider == "tcp":
         server.process.wait_for(r"^\[2\] error: ", 60)
         assert first.popen.poll() is None and alive.popen.poll() is None
-    first.signal(signal.SIGINT)
-    assert first.wait() == 1
+    first.interrupt()
     server.process.wait_for(r"^\[2\] error: ", 60)
     assert alive.wait() == 0, alive.output
     server.check_client(*pages, "1")
@@ -338,8 +336,7 @@ def test_pages_of_another(run):
     greedy = server.start_client("4096", "200", "1")
     server.process.wait_for(r"^\[1\] Received RandomFill")
     server.check_client("4096", "1", "1")
-    greedy.signal(signal.SIGINT)
-    assert greedy.wait() == 1
+    greedy.interrupt()
     server.stop()
 
 

@@ -18,7 +18,8 @@ import pytest
 from fakes import CrowdGuest, FakeClient, FakeServer
 from harness import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      nobody_at, owned_shm_files, under_strict)
-from marks import ends_in_a_rendezvous, not_over_verbs, over, takes_strict, two_providers
+from marks import (ends_in_a_rendezvous, not_over_verbs, over, takes_shm, takes_strict,
+                   two_providers)
 from messages import TEXT, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
@@ -42,8 +43,7 @@ def test_killed_clients(serve, program, provider):
             if provider == "shm" and server.entry.long_begun:
                 server.process.wait_for(server.entry.long_begun, after=already)
             time.sleep(random.uniform(0, 0.8))
-            client.signal(signal.SIGKILL)
-            client.wait()
+            client.kill()
     server.check_client()
     server.stop()
 
@@ -55,8 +55,7 @@ def test_server_gone(serve, run, build, program):
     servers = [serve(program, provider) for provider in PROVIDERS
                if program == "7_queue" or provider in ("", "shm")]
     for server in servers:
-        server.process.signal(signal.SIGKILL)
-        server.process.wait()
+        server.process.kill()
     # Addresses that are well-formed and nobody's: port 9 here, and a name.
     nobody = {"": "020000097f0000010000000000000000",
               "shm": b"fi_shm://1:0:0\0".hex()}
@@ -67,8 +66,7 @@ def test_server_gone(serve, run, build, program):
         clients += [run([f"{build}/{program}", address], provider)
                     for provider, address in nobody.items()]
         for client in clients:
-            assert client.wait() == 1, client.output
-            assert re.search("error: .*( the same FI_PROVIDER|still running)[?]", client.output)
+            client.check_error(".*( the same FI_PROVIDER|still running)[?]")
 
 
 @not_over_verbs("under that limit, no client gets through to the server")
@@ -191,8 +189,7 @@ def test_client_signals_at_work(serve, program, provider):
         server.process.wait_for("Received RandomFill", after=already)
         time.sleep(random.uniform(0, 0.1))
         client.signal(signum)
-        assert client.wait() == 1, client.output
-        assert client.output.endswith("error: interrupted\n")
+        client.check_error("interrupted\n\\Z")
         assert not owned_shm_files([client.popen.pid], client.born)
         server.process.wait_for(r"^\[\d+\] (Done|error)", after=already)
     assert len(server.errors()) == 2
@@ -200,7 +197,7 @@ def test_client_signals_at_work(serve, program, provider):
     server.stop()
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="there is no shm here")
+@takes_shm
 def test_client_signals_at_its_first_contact(serve):
     """Its shared memory outlives the signal, because the server is about to map it. The
     provider's own handler would delete it at once."""
@@ -435,9 +432,7 @@ def test_no_immediate_data(run, build, program, provider):
     for args in [], [address]:
         process = run([f"{build}/{program}", *args], provider,
                       **under_strict(run, STRICT_LACKS="immediate-data"))
-        assert process.wait() == 1
-        assert re.search("^error: no immediate data; try another FI_PROVIDER$",
-                         process.output, re.M)
+        process.check_error("no immediate data; try another FI_PROVIDER$")
         assert "Sent" not in process.output
 
 
@@ -445,14 +440,10 @@ def test_no_immediate_data(run, build, program, provider):
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_locked_memory(run, serve, build, program):
     """Where not enough memory may be locked, a line says so."""
-    hint = "Cannot allocate memory"
     server = run([f"{build}/{program}"],
                  **under_strict(run, STRICT_LACKS="memory-to-register"))
-    assert server.wait() == 1
-    assert re.search(f"^error: fi_mr_reg(attr)?( of [0-9]+ bytes)?: {hint}", server.output,
-                     re.M)
+    server.check_error("fi_mr_reg(attr)?( of [0-9]+ bytes)?: Cannot allocate memory")
     server = serve(program, **under_strict(run))
     client = server.start_client(STRICT_LACKS="memory-to-send")
-    assert client.wait() == 1
-    assert re.search(f"^error: SEND failed: {hint}", client.output, re.M)
+    client.check_error("SEND failed: Cannot allocate memory")
     server.stop()

@@ -96,8 +96,7 @@ def test_progress_lines(serve, program):
     # The first interval began with the request, and not with the first WRITE.
     assert all(after - before >= 0.9
                for before, after in zip(times, times[1:])), times
-    client.signal(signal.SIGINT)
-    assert client.wait() == 1
+    client.interrupt()
     server.stop()
 
 
@@ -148,8 +147,7 @@ def test_busy(serve, provider):
     before = [process.pauses() for process in both]
     time.sleep(1)
     assert max(process.pauses() - earlier for process, earlier in zip(both, before)) < 50
-    client.signal(signal.SIGINT)
-    client.wait()
+    client.interrupt()
     server.stop()
 
 
@@ -168,8 +166,7 @@ def test_crowd(serve, program, provider, count):
     server.process.wait_for(r"^\[1\] Received RandomFill")
     server.check_all([server.start_client(*server.entry.short) for _ in range(count)])
     assert long.popen.poll() is None, long.output
-    long.signal(signal.SIGINT)
-    assert long.wait(20) == 1
+    long.interrupt()
     server.process.wait_for(r"^\[1\] (Done|error)")
     server.check_client()
     server.stop()

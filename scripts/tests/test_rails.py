@@ -246,8 +246,7 @@ def test_number_of_a_client(run, serve):
     assert join(server, second, first) == first.number
     other.open_session()
     assert other.number != first.number
-    other.send(plain(BYE))
-    other.expect("Done")
+    other.leave()
     second.send(plain(BYE))
     first.expect("Done")
     server.check_client()

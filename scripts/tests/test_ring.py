@@ -7,13 +7,13 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
-from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, owned_shm_files, under_strict
-from marks import not_over_verbs
+from harness import (BUILD, LIBFABRIC_LEAKS, PROVIDERS, owned_shm_files,
+                     under_strict, wait_until, watch)
+from marks import not_over_verbs, takes_shm
 from repository import QUICKLY, ROOT, make
 
 KILLS = int(os.environ.get("KILLS", "1"))
@@ -34,11 +34,8 @@ class Ring:
 
     def join(self):
         """Waits until each rank has found all others."""
-        end = time.monotonic() + 60
-        while not all(os.path.exists(f"{self.folder}/{rank}.right")
-                      for rank in range(len(self.ranks))):
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        wait_until(lambda: all(os.path.exists(f"{self.folder}/{rank}.right")
+                               for rank in range(len(self.ranks))), 60)
 
     def check(self):
         """All have the right sums, and leave nothing behind."""
@@ -141,8 +138,7 @@ def test_interrupted(ring):
     time.sleep(0.2)
     some.ranks[3].signal(signal.SIGINT)
     some.check_failure(3, time.monotonic(), "interrupted", limit=8)
-    assert some.ranks[3].wait() == 1
-    assert some.ranks[3].output.endswith("error: rank 3 has failed: interrupted\n")
+    some.ranks[3].check_error("rank 3 has failed: interrupted\n\\Z")
 
 
 def test_others_have_other_arguments(run, build):
@@ -151,8 +147,7 @@ def test_others_have_other_arguments(run, build):
     ranks = [run([f"{build}/15_ring", folder, str(rank), "3", "1000" if rank == 2 else "1001"])
              for rank in range(3)]
     for rank in ranks:
-        assert rank.wait(30) == 1
-        assert re.search("^error: rank [02] has failed: bad message: READY", rank.output, re.M)
+        rank.check_error("rank [02] has failed: bad message: READY", 30)
 
 
 def test_old_folder(run, build):
@@ -161,9 +156,7 @@ def test_old_folder(run, build):
     with open(f"{folder}/1.left", "w") as file:
         file.write("old")
     again = run([f"{build}/15_ring", folder, "1", "2"])
-    assert again.wait() == 1
-    assert again.output.endswith(
-        f"error: {folder}/1.left exists: each run needs a new folder\n")
+    again.check_error(f"{folder}/1.left exists: each run needs a new folder$")
 
 
 @pytest.mark.parametrize("arguments", [
@@ -193,15 +186,7 @@ def test_ring_under_strict_rules(ring, run, count, floats, delay, times):
         assert len(re.findall("^strict: .*rules broken: 0 ", some.output(), re.M)) == count
 
 
-def watch(folder, program, *arguments, **env):
-    done = subprocess.run(
-        [sys.executable, "scripts/watch/run.py", "-q", "-o", str(folder), program, *arguments],
-        cwd=ROOT, env={**os.environ, "BUILD": BUILD, "FI_PROVIDER": "shm", **env}, text=True,
-        check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return done.returncode, done.stdout
-
-
-@pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
+@takes_shm
 @pytest.mark.parametrize("floats,env", [
     ("8000000", {}), ("8000000", {"BEHIND": "build/strict.so"}),
     ("100000", {"BEHIND": "build/strict.so", "STRICT_LATE_WRITES_US": "200000"})],
@@ -209,18 +194,18 @@ def watch(folder, program, *arguments, **env):
 def test_watched_ring(tmp_path, floats, env):
     """Where each WRITE completes late, a block comes back as a sum before, and waits in its
     slot: our own WRITE still has the place where it goes."""
-    status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, **env)
+    status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, provider="shm", **env)
     assert status == 0 and "No violation seen" in said and " of 3 processes" in said, said
 
 
 @pytest.mark.thorough
-@pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
+@takes_shm
 def test_break_15(tmp_path):
     """All sums are right, and only the recorder in front of a late network sees it."""
     make("break-15", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
     for _ in range(5):
         status, said = watch(tmp_path / "run", f"{tmp_path}/break/15_ring", "8000000",
-                             BEHIND="build/strict.so")
+                             provider="shm", BEHIND="build/strict.so")
         if status:
             break
     assert status == 1 and re.search(

@@ -99,10 +99,7 @@ def test_client_asleep(serve):
         client.wait_for("^domain: ")
     check_asleep(clients)
     for client in clients:
-        client.signal(signal.SIGINT)
-    for client in clients:
-        assert client.wait() == 1, client.output
-        assert client.output.endswith("error: interrupted\n")
+        client.interrupt()
 
 
 def test_a_later_answer(run):
@@ -113,8 +110,7 @@ def test_a_later_answer(run):
         server.send(plain(TEXT) + text[:3:-1])
     assert server.receive()[:4] == plain(TEXT)
     server.send(plain(TEXT) + b"another")
-    assert server.client.wait(30) == 1
-    assert server.client.output.endswith("error: the text is not correct\n")
+    server.client.check_error("the text is not correct$", 30)
 
 
 # ---- No time-out wakes anybody ----

@@ -11,8 +11,7 @@ import time
 import pytest
 
 from fakes import Borrower, FakeClient, FakeServer, FileSender
-from harness import (BUILD, PROGRAMS, ROOT, TIME_FACTOR, First,
-                     provider_in)
+from harness import BUILD, PROGRAMS, ROOT, TIME_FACTOR, AnyServer, provider_in
 from marks import each_provider, not_over_verbs
 from messages import BYE, JOIN, MALLOC, PROGRESS, TEXT, base, plain, read_reply
 from table import TABLE
@@ -34,8 +33,7 @@ def stranger(run, provider, address, command):
     process = run([f"{BUILD}/sender", address], provider, stdin=-1)
     process.write(command)
     said = process.wait_for("^(read|written|failed: .*)$")[1]
-    process.signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
     run.processes.remove(process)
     process.popen.stdin.close()
     process.popen.stdout.close()
@@ -63,8 +61,7 @@ def test_memory_of_a_server(run, serve, program):
         client.open_session()
         client.send(plain(JOIN))
         key = int.from_bytes(client.receive()[20:28], "little")
-    client.send(server.entry.base(BYE))
-    client.expect("Done")
+    client.leave()
     # 10_lock may get another provider than the sender would.
     provider = provider_in(server.process.output)
     check_keys(run, provider, server.address, "read", key)
@@ -108,8 +105,7 @@ def test_byes_of_strangers(run, serve, provider):
         other.send(message, as_it_is=True)
     if provider != "shm":  # libfabric itself hangs there: chapter 4
         other.send(bytes(70_000), answer="(sent|failed)", as_it_is=True)
-    client.send(base(BYE))
-    client.expect("Done")
+    client.leave()
     assert not server.errors()
     server.stop()
 
@@ -160,7 +156,7 @@ def test_only_from_here(run, serve, provider):
     variables = readme_says()
     for program in ["2_first", *PROGRAMS]:
         if program == "2_first":
-            server = First(run, BUILD, program, provider, **variables)
+            server = AnyServer(run, BUILD, program, provider, **variables)
         elif provider in TABLE[program].refused_by:
             continue
         else:
@@ -171,5 +167,4 @@ def test_only_from_here(run, serve, provider):
         client = server.start_client()
         check_only_from_here(client, provider)
         for process in client, server.process:
-            process.signal(signal.SIGKILL)
-            process.wait()
+            process.kill()

@@ -13,8 +13,9 @@ import time
 import pytest
 
 import moves
-from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here, owned_shm_files,
+from harness import (BUILD, OVER_VERBS, PROVIDERS, AnyServer, Server, is_here, owned_shm_files,
                      shares, wait_until, write_source)
+from marks import takes_shm
 from repository import QUICKLY, ROOT, build_moves, make, variant
 from test_moves import position
 
@@ -81,10 +82,10 @@ def path_of(number, word):
 def walk(run):
     """Starts the server of a move: walk(5, "loop")."""
     def start(number, word, provider="", *args, **env):
-        return First(run, *path_of(number, word).rsplit("/", 1), provider, *args, **env)
+        return AnyServer(run, *path_of(number, word).rsplit("/", 1), provider, *args, **env)
 
     def start_impatient(number, word, provider=""):
-        return First(run, IMPATIENT[number][word](), step_of(number), provider)
+        return AnyServer(run, IMPATIENT[number][word](), step_of(number), provider)
     start.impatient = start_impatient
     return start
 
@@ -153,7 +154,7 @@ def test_any_order(walk):
         assert text == ("two\n" if " 3 " in head else "x" * 60000 + "\n")
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @after(4, "parts stay")
 def test_closed_terminal(walk):
     """A signal closes nothing, and leaves the server's shared memory behind, until it only
@@ -235,7 +236,7 @@ def test_one_after_the_other(walk, still):
         assert second.wait() == 0 and "The text is correct" in second.output
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @after(5, "round")
 def test_places_of_the_dead(walk, still):
     """Over shared memory, nothing tells the server that eight clients were killed. The
@@ -331,9 +332,7 @@ def test_silent(walk, word):
         # On a busy machine, even what is in flight may take 3 s.
         assert any(client.wait() == 0 for client in clients)
         return
-    client = next(clients)
-    assert client.wait() == 1
-    assert f"error: {SOON} while waiting for the pages" in client.output
+    next(clients).check_error(f"{SOON} while waiting for the pages")
     # One PROGRESS is under way, and the server waits for it before it reports again. (On a
     # busy machine, the client may be gone before the first.)
     server.process.wait_for("error: WRITE failed: ")
@@ -353,7 +352,7 @@ def test_asleep(walk):
     assert any(seconds("awake") < 3 for _ in range(10))  # a busy machine may need some tries
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @after(6, "gpu flush")
 @pytest.mark.thorough
 def test_gpu(run, tmp_path):
@@ -364,7 +363,7 @@ def test_gpu(run, tmp_path):
     strict = {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path)}
     for one, other, right in [("gpu", "flush", False), ("flush", "gpu", False),
                               ("flush", "flush", True)]:
-        server = First(run, f"{BUILD}/cuda", names[one], "shm", "--gpu", **strict)
+        server = AnyServer(run, f"{BUILD}/cuda", names[one], "shm", "--gpu", **strict)
         client = run([f"{BUILD}/cuda/{names[other]}", "--gpu", server.address], "shm",
                      **strict)
         assert client.wait() == (not right)
@@ -433,8 +432,7 @@ def test_whole_or_not(run, walk):
             client.signal(signal.SIGKILL)
             assert os.listdir(folder) == ["file"]
             continue
-        assert client.wait() == 1
-        assert "error: the server: cannot write file.part: File too large" in client.output
+        client.check_error("the server: cannot write file.part: File too large")
         server.process.wait_for("Done")
         assert not os.listdir(folder)
 
@@ -505,7 +503,7 @@ def walk_rails(run, network):
 
     def start(word):
         network.wait()
-        server = First(run, *path_of(11, word).rsplit("/", 1), "tcp", netns=network.hosts[0])
+        server = AnyServer(run, *path_of(11, word).rsplit("/", 1), "tcp", netns=network.hosts[0])
         server.env = {"netns": network.hosts[1]}
         return server
     return start
@@ -550,7 +548,7 @@ def test_number_of_one_rail(run, network, tmp_path):
         network.limit(host, "link2", 20)
     network.wait()
     make("break-11.one", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
-    server = First(run, f"{tmp_path}/break", "11.one", "tcp", netns=network.hosts[0])
+    server = AnyServer(run, f"{tmp_path}/break", "11.one", "tcp", netns=network.hosts[0])
     server.env = {"netns": network.hosts[1]}
     client = first_wrong(server, "65536", "200", "1", times=5)
     assert client.output.endswith("Received RDMA WRITE to local memory.\n"
@@ -643,8 +641,7 @@ def test_deaf_client(run, walk, tmp_path):
         deaf.wait_for("^Asked 30,000 times, and read nothing.$", 30)
         client = server.start_client()
         if word == "crowd":
-            assert client.wait() == 1
-            assert "nothing has happened for 10 s while waiting for ACCEPT" in client.output
+            client.check_error(f"{GIVEN_UP} while waiting for ACCEPT")
         else:
             assert client.wait() == 0, client.output
             server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read$")
@@ -688,7 +685,7 @@ def crowded(attack, server, count):
 @after(14, "nonce")
 def test_greeting(run, walk, attack):
     """A stranger ends a session whose messages carry no nonce, and none that has one."""
-    before = First(run, BUILD, "7_queue", "tcp")
+    before = AnyServer(run, BUILD, "7_queue", "tcp")
     for server in before, walk(14, "nonce", "tcp"):
         client = server.start_client("65536", "100", "1000000")
         server.process.wait_for(r"^\[1\] .*WRITE: ")
@@ -706,10 +703,9 @@ def test_greeting(run, walk, attack):
 @after(14, "nonce refuse")
 def test_reason(walk, attack):
     """A client that asks for nothing waits for it, until it is told."""
-    for word, said in ("nonce", GIVEN_UP), ("refuse", "error: refused: bad message: 0 pages"):
+    for word, said in ("nonce", GIVEN_UP), ("refuse", "refused: bad message: 0 pages"):
         server = walk(14, word, "tcp")
-        client = attack("empty", name_of(14, word), server.address)
-        assert client.wait() == 1 and said in client.output, client.output
+        attack("empty", name_of(14, word), server.address).check_error(said)
         server.process.wait_for(r"^\[1\] error: bad message: ")
 
 
@@ -720,8 +716,7 @@ def test_red(run, attack):
     stranger = attack("red", name_of(14, "refuse"))
     address = stranger.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
     client = run([path_of(14, "refuse"), address], "tcp")
-    assert client.wait() == 1
-    assert "error: refused: ?[31mThis is red.\n" in client.output
+    client.check_error(r"refused: \?\[31mThis is red\.$")
     assert stranger.wait() == 0
 
 
@@ -746,9 +741,9 @@ def test_flooded(walk, attack):
     for word in "refuse", "wait":
         server = walk(14, word, "tcp")
         crowded(attack, server, 20)
-        before = Server.memory(server)
+        before = server.memory()
         assert attack("flood", server.address, "500").wait() == 0
-        assert (Server.memory(server) > before + 20_000) == (word == "refuse")
+        assert (server.memory() > before + 20_000) == (word == "refuse")
 
 
 @pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others may take back what they have")
@@ -776,7 +771,7 @@ def test_family(walk, attack):
         time.sleep(2)
         client = server.start_client(*SHORT)
         if word == "wait":
-            assert client.wait() == 1 and GIVEN_UP in client.output, client.output
+            client.check_error(GIVEN_UP)
         else:
             assert client.wait() == 0, client.output
 

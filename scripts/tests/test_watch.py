@@ -11,6 +11,7 @@ import xml.dom.minidom
 
 import pytest
 
+import harness
 from fakes import FakeClient
 from harness import BUILD, OVER_VERBS, PROGRAMS, PROVIDERS, ROOT, Server
 from messages import ACCEPT, WAIT, base
@@ -64,19 +65,12 @@ MISTAKES = {
 }
 
 
-def watch(folder, program, *arguments, provider="tcp", **env):
-    """Runs server and client of a program with the recorder. Returns the exit status, what
-    was printed, and the run."""
-    env = {**os.environ, "BUILD": BUILD, **env}
-    if provider:
-        env["FI_PROVIDER"] = provider
-    done = subprocess.run(
-        [sys.executable, "scripts/watch/run.py", "-q", "-o", str(folder), program,
-         *arguments], cwd=ROOT, env=env, text=True, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def watch(folder, program, *arguments, **env):
+    """Also returns the run, as the model has it."""
+    status, output = harness.watch(folder, program, *arguments, **env)
     run = model.load(str(folder), f"{ROOT}/src/{os.path.basename(program)}.cpp")
-    assert run, done.stdout
-    return done.returncode, done.stdout, run
+    assert run, output
+    return status, output, run
 
 
 def rules(found):
@@ -174,8 +168,7 @@ def test_by_hand(run, tmp_path):
     server = Server(run, BUILD, "7_queue", "tcp", **env)
     client = server.start_client("1048576", "16", "100000")
     server.process.wait_for("WRITE: ", timeout=30)
-    client.signal(signal.SIGKILL)
-    client.wait()
+    client.kill()
     server.process.wait_for(r"^\[1\] error: ", timeout=60)
     server.check_client("4096", "64", "1")
     server.stop()

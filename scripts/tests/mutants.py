@@ -542,6 +542,10 @@ def main():
     unknown = [name for name in names if name not in MUTANTS]
     if unknown:
         sys.exit(f"error: no mutant {unknown[0]!r}; there are: {', '.join(MUTANTS)}")
+    missing = [path for path in [*BUILDS, "build/strict.so"]
+               if not os.path.exists(f"{ROOT}/{path}")]
+    if missing:
+        sys.exit(f"error: there is no {', no '.join(missing)}; make mutants builds them")
     # Before any of them takes its time.
     wrong = [f"{name}: {message}" for name in names
              for message in faults(MUTANTS[name])]

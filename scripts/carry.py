@@ -148,6 +148,22 @@ def find(nodes, name):
     raise ValueError(f"there is no {name}; scripts/carry.py list names what there is")
 
 
+@functools.lru_cache(maxsize=None)
+def read_all(root):
+    """The nodes, their texts, and what is wrong with those that have none. Read once."""
+    says, nodes = [], graph(root)
+    return nodes, texts_of(nodes, says), says
+
+
+def text_of(name, root=ROOT):
+    """The text of a node that somebody has named."""
+    nodes, texts, says = read_all(root)
+    key = find(nodes, name)
+    if key not in texts:
+        raise ValueError("\n".join(says))
+    return texts[key]
+
+
 # ---- The weave ----
 
 class Line:
@@ -677,8 +693,7 @@ def main(arguments):
         for key, node in nodes.items():
             print(f"{node.name:28} {nodes[node.parent].name if node.parent else ''}")
     elif arguments[:1] == ["state"] and len(arguments) in (2, 3):
-        nodes = graph(ROOT)
-        text = texts_of(nodes, [])[find(nodes, arguments[1])]
+        text = text_of(arguments[1])
         if len(arguments) == 3:
             pathlib.Path(arguments[2]).write_text(text)
         else:

@@ -168,6 +168,17 @@ class Process:
         return re.findall(r"^(?:\[\d+\] )?warning: .*", self.output, re.M)
 
 
+def shares_of_a_core(processes, seconds, **which):
+    """How much of a core each takes for so long."""
+    def used():
+        return [process.cpu_seconds(**which) for process in processes]
+
+    before, started = used(), time.monotonic()
+    time.sleep(seconds)
+    passed = time.monotonic() - started
+    return [(now - earlier) / passed for now, earlier in zip(used(), before)]
+
+
 def wait_until(condition, timeout=10):
     end = time.monotonic() + timeout * TIME_FACTOR
     while not condition():
@@ -258,12 +269,13 @@ class AnyServer:
     """A server of a program that TABLE need not know, its address, and clients for it: of
     2_first, which takes one message and ends, of a move, or of a program of one's own."""
 
-    def __init__(self, run, build, program, provider="", *args, **env):
+    def __init__(self, run, build, program, provider="", *args, wrapper=(), **env):
         self.run = run
         self.path = f"{build}/{program}"
         self.provider = provider
         self.env = env
-        self.process = run([self.path, *args], provider, **env)
+        # The wrapper is a command that runs the server.
+        self.process = run([*wrapper, self.path, *args], provider, **env)
         self.address = address_of(self.process)
 
     def start_client(self, *args, **env):
@@ -309,7 +321,7 @@ class Server(AnyServer):
         self.path = f"{build}/{program}"
         self.provider = provider
         self.env = env
-        # The wrapper is a command that runs the server. The options are for clients, too.
+        # The options are for clients, too.
         self.command = [self.path, *options]
         command = [*wrapper, *self.command]
         # Where it saves files, if it does.

@@ -96,45 +96,32 @@ def of_another_family(address):
     return struct.pack("<H", socket.AF_UNIX) + address[2:8] + b"A" * (len(address) - 8)
 
 
-def test_another_family(run, patient):
-    """All places are taken, so this one would be told to wait. Those who come later are
-    told, and get in when somebody leaves."""
-    client = FakeClient(run, patient)
-    places = take_places(client)
-    client.peer(patient.address)
-    client.nonce = new_nonce()
-    client.send(client.connect(of_another_family(client.address)))
-    time.sleep(1.5)
-    later = patient.start_client(*SHORT)
-    later.wait_for("^The server can't serve us yet: waiting$")
-    leave(client, places.pop())
-    assert later.wait() == 0, later.output
-    # Those who are connected have noticed nothing.
-    for place in places:
-        leave(client, place)
-    patient.process.wait_for("Done.", count=PLACES + 1)
-    patient.stop()
-
-
 # Nobody can be there, or nobody is.
 NOWHERE = ["255.255.255.255", "224.0.0.1", "240.0.0.1", "0.0.0.0", "127.0.0.1"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("provider", ["tcp", "udp;ofi_rxd"])
-def test_nowhere_in_line(run, provider):
-    """Those who wait there cannot be told. That costs the server nothing."""
+@pytest.mark.parametrize("what,provider", [
+    ("family", "tcp"), ("nowhere", "tcp"), ("nowhere", "udp;ofi_rxd")])
+def test_in_line(run, what, provider):
+    """All places are taken, so these would be told to wait, and cannot be. That costs the
+    server nothing: those who come later are told, and get in when somebody leaves."""
     server = Server(run, PATIENT(), STRANGERS, provider)
     client = FakeClient(run, server)
     places = take_places(client)
     client.peer(server.address)
-    connect_from(client, [struct.pack("<H", socket.AF_INET) + struct.pack(">H", 9) +
-                          socket.inet_aton(host) + bytes(8) for host in NOWHERE])
+    connect_from(client, [of_another_family(client.address)] if what == "family" else [
+        struct.pack("<H", socket.AF_INET) + struct.pack(">H", 9) + socket.inet_aton(host) +
+        bytes(8) for host in NOWHERE])
     time.sleep(2)
     later = server.start_client(*SHORT)
     later.wait_for("^The server can't serve us yet: waiting$")
     leave(client, places.pop())
     assert later.wait() == 0, later.output
+    if what == "family":  # those who are connected have noticed nothing
+        for place in places:
+            leave(client, place)
+        server.process.wait_for("Done.", count=PLACES + 1)
     server.stop()
 
 

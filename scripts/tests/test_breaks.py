@@ -12,7 +12,7 @@ import time
 import pytest
 
 from chapters import Page
-from harness import BUILD, PROVIDERS, AnyServer, Server, is_here
+from harness import BUILD, PROVIDERS, AnyServer, Server, is_here, wait_until
 from marks import ends_in_a_rendezvous, not_over_verbs, takes_shm
 from repository import (QUICKLY, ROOT, build_moves, make, number, read_source, replaced,
                         variant)
@@ -339,10 +339,7 @@ def test_12_sleep(run, broken):
         assert "We sleep until the completion queue wakes us." in server.process.output
         server.check_client()
     start = used()
-    end = time.monotonic() + 30
-    while used(start)[0] < 0.5:
-        assert time.monotonic() < end, used(start)
-        time.sleep(0.1)
+    wait_until(lambda: used(start)[0] >= 0.5, 30)
     assert used(start)[1] < 0.1
     for server in servers:
         server.stop()

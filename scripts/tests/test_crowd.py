@@ -13,11 +13,12 @@ import time
 
 import pytest
 
+import carry
 from fakes import CrowdGuest, CrowdHost
 from harness import LIBFABRIC_LEAKS, Server, is_here, wait_until
 from marks import not_over_verbs, two_providers
 from messages import ACCEPT, BYE, CONNECT, TEXT, crowd
-from repository import broken, read_source, variant
+from repository import read_source, variant
 from table import BAD_CROWDS
 
 # How many clients of a crowd test_killed_crowd kills, and how many come one after the
@@ -61,7 +62,7 @@ TURNING = variant(PROGRAM, source=with_turns)
 SMALL = variant(PROGRAM, ("kMaxClients = 4000;", "kMaxClients = 3;"),
                 ("kForgetAfter = 30s;", "kForgetAfter = 8s;"))
 # Its client may be deaf, and its server has any number of SENDs in flight to a client.
-BROKEN = variant(PROGRAM, source=lambda: broken("scripts/breaks/13_crowd.patch"))
+BROKEN = variant(PROGRAM, source=lambda: carry.text_of("breaks/13_crowd"))
 
 
 def wait_for_nobody(server):

@@ -58,10 +58,3 @@ def test_answer(tmp_path, number, program):
     assert re.search("^[0-9]+ passed(, [0-9]+ skipped)? in", output, re.M), output
     for line in (copy / "src" / f"{program}.cpp").read_text().splitlines():
         assert len(line) <= 80, line
-
-
-def test_no_such_exercise():
-    done = subprocess.run(["scripts/exercises/run.sh", "3"], cwd=ROOT, text=True,
-                          capture_output=True, check=False)
-    assert done.returncode == 2
-    assert f"no exercise 3; there are: {' '.join(BY_NUMBER)}" in done.stderr

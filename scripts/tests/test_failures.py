@@ -17,7 +17,7 @@ import pytest
 
 from fakes import CrowdGuest, FakeClient, FakeServer
 from harness import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
-                     nobody_at, owned_shm_files, under_strict)
+                     nobody_at, owned_shm_files, shares_of_a_core, under_strict)
 from marks import (ends_in_a_rendezvous, not_over_verbs, over, takes_shm, takes_strict,
                    two_providers)
 from messages import TEXT, plain
@@ -303,13 +303,8 @@ def test_nobody_reads_a_client(serve, provider):
 
 def busy(servers):
     """Those that take more than 5 % of a core for three seconds."""
-    if not servers:
-        return []
-    before, started = [server.process.cpu_seconds() for server in servers], time.monotonic()
-    time.sleep(3)
-    limit = 0.05 * (time.monotonic() - started)
-    return [server for server, earlier in zip(servers, before)
-            if server.process.cpu_seconds() - earlier >= limit]
+    shares = shares_of_a_core([server.process for server in servers], 3 if servers else 0)
+    return [server for server, share in zip(servers, shares) if share >= 0.05]
 
 
 def test_idle(serve):

@@ -8,9 +8,10 @@ import subprocess
 
 import pytest
 
+import carry
 import chapters
 from harness import BUILD, PROGRAMS, AnyServer, under_strict, watch
-from repository import ROOT, build_source, patched, programs, variant
+from repository import ROOT, build_source, programs, variant
 from test_strict import check_rules
 
 MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
@@ -51,7 +52,7 @@ def test_beside_the_others(tmp_path):
 # ---- Programs that a page has the reader make: scripts/own ----
 
 def own(name):
-    return patched(f"scripts/own/{name}.patch")
+    return carry.text_of(f"own/{name}")
 
 
 def own_variant(name, *changes):
@@ -179,10 +180,10 @@ def test_copy(tmp_path, commands):
 
 @pytest.mark.static
 def test_own_patches():
-    """They fit to the letter, and what they make says what it is based on."""
+    """What they make says what it is based on."""
     for patch in os.listdir(f"{ROOT}/scripts/own"):
         name = patch.removesuffix(".patch")
-        source = patched(f"scripts/own/{patch}")
+        source = own(name)
         with open(f"{ROOT}/scripts/own/{patch}") as file:
             before, after = re.findall(r"(?m)^copy (?:from|to) src/(\w+)\.cpp$",
                                        file.read())

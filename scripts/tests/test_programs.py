@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS
+from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS, wait_until
 from marks import each_provider, two_providers
 from table import TABLE
 
@@ -185,10 +185,7 @@ def test_one_after_the_other(serve, program, args):
             most = max(most, server.memory())
             continue
         # The session is closed soon after the client has gone.
-        end = time.monotonic() + 40
-        while server.memory() >= most + 10000:
-            assert time.monotonic() < end, (server.memory(), most)
-            time.sleep(0.05)
+        wait_until(lambda: server.memory() < most + 10000, 40)
     if program != "5_reverse":
         check_last_lines(server, CLIENTS)
     server.stop()

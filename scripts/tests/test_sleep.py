@@ -8,7 +8,8 @@ import time
 import pytest
 
 from fakes import FakeClient, FakeServer
-from harness import BUILD, PROVIDERS, Server, provider_in, under_strict
+from harness import (BUILD, PROVIDERS, Server, provider_in, shares_of_a_core,
+                     under_strict)
 from marks import not_over_verbs, takes_strict
 from messages import TEXT, plain
 from repository import variant
@@ -25,22 +26,12 @@ SLEEPY = 0.05
 STOPPABLE = [provider for provider in PROVIDERS if provider != "shm"]
 
 
-def shares_of_a_core(processes, seconds=2):
-    """How much of a core the main thread of each takes. The provider sockets has one of
-    its own, which polls as long as anything is in flight."""
-    def used():
-        return [process.cpu_seconds(main_thread=True) for process in processes]
-
-    before, started = used(), time.monotonic()
-    time.sleep(seconds)
-    passed = time.monotonic() - started
-    return [(now - earlier) / passed for now, earlier in zip(used(), before)]
-
-
 def check_asleep(processes):
+    """Of each, only the main thread is looked at: the provider sockets has one of its own,
+    which polls as long as anything is in flight."""
     # On a busy machine, the first seconds may still be about the start.
     for _ in range(3):
-        shares = shares_of_a_core(processes)
+        shares = shares_of_a_core(processes, 2, main_thread=True)
         if max(shares) < SLEEPY:
             return
     assert max(shares) < SLEEPY, shares

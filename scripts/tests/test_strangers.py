@@ -11,7 +11,7 @@ import time
 import pytest
 
 from fakes import Borrower, FakeClient, FakeServer, FileSender
-from harness import BUILD, PROGRAMS, ROOT, TIME_FACTOR, AnyServer, provider_in
+from harness import BUILD, PROGRAMS, ROOT, AnyServer, provider_in, wait_until
 from marks import each_provider, not_over_verbs
 from messages import BYE, JOIN, MALLOC, PROGRESS, TEXT, base, plain, read_reply
 from table import TABLE
@@ -140,11 +140,9 @@ def listening(process):
 
 def check_only_from_here(process, provider):
     """Whoever wants to reach it has to be on this machine."""
-    end = time.monotonic() + 15 * TIME_FACTOR
-    while not (addresses := listening(process)) and provider != "shm" and \
-            "provider: shm" not in process.output:
-        assert time.monotonic() < end, process.output
-        time.sleep(0.02)
+    wait_until(lambda: listening(process) or provider == "shm" or
+               "provider: shm" in process.output, 15)
+    addresses = listening(process)
     assert all(address.startswith("0100007F:") for address in addresses), addresses
 
 

@@ -27,14 +27,15 @@ SOON = "nothing has happened for 3 s"
 RXM = "tcp;ofi_rxm" if not OVER_VERBS and is_here("tcp;ofi_rxm") else ""
 
 
+def step_of(number):
+    return next(step for step in moves.steps() if step.startswith(f"{number}_"))
+
+
 def after(number, words):
     """Marks a test of a step's moves: those have to be there. One worker builds them."""
-    step = next((step for step in moves.steps() if step.startswith(f"{number}_")), None)
-    there = {moves.word(path) for path in moves.patches(step)} if step else set()
-    marks = [pytest.mark.xdist_group(f"moves of {step}"),
-             pytest.mark.skipif(not set(words.split()) <= there,
-                                reason=f"{number} has no such moves"),
-             *[pytest.mark.thorough] * (number > 7)]
+    step = step_of(number)
+    assert {*words.split()} <= {moves.word(path) for path in moves.patches(step)}, words
+    marks = [pytest.mark.xdist_group(f"moves of {step}"), *[pytest.mark.thorough] * (number > 7)]
     return lambda test: functools.reduce(lambda test, mark: mark(test), marks, test)
 
 
@@ -61,10 +62,6 @@ IMPATIENT = {5: impatient("5_reverse", ["answer", "round"]),
 PROVIDERS_OF_ATOMICS = [name for name in PROVIDERS if name in ("", "shm")]
 
 over_tcp = pytest.mark.skipif(os.environ.get("RDMA", "") != "", reason="TCP's own ways")
-
-
-def step_of(number):
-    return next(step for step in moves.steps() if step.startswith(f"{number}_"))
 
 
 def name_of(number, word):
@@ -498,15 +495,23 @@ def test_slow_owner(walk, provider):
 
 @pytest.fixture
 def walk_rails(run, network):
-    """Starts the server of a move of chapter 11 on one host. Its clients run on the other
-    one."""
+    """Starts the server of a move of chapter 11, or another one, on one host. Its clients run
+    on the other one."""
 
-    def start(word):
+    def start(word, path=None):
         network.wait()
-        server = AnyServer(run, *path_of(11, word).rsplit("/", 1), "tcp", netns=network.hosts[0])
+        server = AnyServer(run, *(path or path_of(11, word)).rsplit("/", 1), "tcp",
+                           netns=network.hosts[0])
         server.env = {"netns": network.hosts[1]}
         return server
     return start
+
+
+def plug_unequal(network):
+    """Two links, the second of which is slow."""
+    network.plug_all(2, mbits=400)
+    for host in 0, 1:
+        network.limit(host, "link2", 20)
 
 
 @over_tcp
@@ -514,9 +519,7 @@ def walk_rails(run, network):
 def test_slow_rail(network, walk_rails):
     """Dealt out, all pages wait for the slow link. Pulled, they still do, until each rail
     has only few in flight."""
-    network.plug_all(2, mbits=400)
-    for host in 0, 1:
-        network.limit(host, "link2", 20)
+    plug_unequal(network)
     for word in "listen", "pull", "dead":
         server = walk_rails(word)
         if word == "listen":
@@ -540,16 +543,12 @@ def test_slow_rail(network, walk_rails):
 
 @over_tcp
 @pytest.mark.thorough
-def test_number_of_one_rail(run, network, tmp_path):
+def test_number_of_one_rail(network, walk_rails, tmp_path):
     """The number comes before the pages on another rail, if it waits for those on its own
     alone."""
-    network.plug_all(2, mbits=400)
-    for host in 0, 1:
-        network.limit(host, "link2", 20)
-    network.wait()
+    plug_unequal(network)
     make("break-11.one", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
-    server = AnyServer(run, f"{tmp_path}/break", "11.one", "tcp", netns=network.hosts[0])
-    server.env = {"netns": network.hosts[1]}
+    server = walk_rails("", f"{tmp_path}/break/11.one")
     client = first_wrong(server, "65536", "200", "1", times=5)
     assert client.output.endswith("Received RDMA WRITE to local memory.\n"
                                   "error: the data is not correct\n")
@@ -794,27 +793,23 @@ def test_large_share(run, walk):
 
 @over_tcp
 @after(14, "share files")
-def test_silent_connections(run, attack):
+def test_silent_connections(walk, attack):
     """Three hundred connections take all descriptors of a server that has 256."""
     for word in "share", "files":
-        path = path_of(14, word)
-        process = run(["sh", "-c", f"ulimit -Sn 256; exec {path}"], "tcp")
-        address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
-        attack("connect", address, "300").wait_for("^300 ")
-        wait_until(lambda: process.descriptors() >= 256, 30)
-        client = run([path, address, *SHORT], "tcp")
+        server = walk(14, word, "tcp", wrapper=["sh", "-c", 'ulimit -Sn 256; exec "$0"'])
+        attack("connect", server.address, "300").wait_for("^300 ")
+        wait_until(lambda: server.process.descriptors() >= 256, 30)
+        client = server.start_client(*SHORT)
         assert client.wait() == (word == "share"), client.output
         assert (GIVEN_UP in client.output) == (word == "share")
 
 
 @over_tcp
 @after(14, "share files")
-def test_closed_files(run):
+def test_closed_files(walk):
     """Without standard input and error, libfabric's first files take their numbers."""
     for word in "share", "files":
-        path = path_of(14, word)
-        process = run(["sh", "-c", f"exec {path} <&- 2>&-"], "tcp")
-        address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
-        files = {os.readlink(f"/proc/{process.popen.pid}/fd/{fd}") for fd in (0, 2)}
+        server = walk(14, word, "tcp", wrapper=["sh", "-c", 'exec "$0" <&- 2>&-'])
+        files = {os.readlink(f"/proc/{server.process.popen.pid}/fd/{fd}") for fd in (0, 2)}
         assert (files == {"/dev/null"}) == (word == "files")
-        assert word == "share" or run([path, address, *SHORT], "tcp").wait() == 0
+        assert word == "share" or server.start_client(*SHORT).wait() == 0

@@ -117,14 +117,6 @@ def test_no_false_alarm(tmp_path, program, provider):
     assert "RECV completed: " in (tmp_path / "trace.txt").read_text()
 
 
-def test_behind(tmp_path):
-    """With a library between itself and libfabric, it sees what the program sees."""
-    status, output, run = watch(tmp_path, f"{BUILD}/6_write",
-                                BEHIND=os.path.abspath(f"{ROOT}/{BUILD}/strict.so"))
-    assert status == 0, output
-    assert not run.wrongs, output
-
-
 # What the recorder names in the broken programs, over plain tcp, and what they are run with.
 BREAKS = {"2_first": ("flight", [], {}),
           "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "10"})}

@@ -26,7 +26,7 @@ from table import EXAMPLES, TABLE  # noqa: E402
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "builds(*names): the builds to test, where it is not only the plain one")
+    config.addinivalue_line("markers", "builds(*names): the builds to test, if not plain alone")
     config.addinivalue_line(
         "markers", "may_warn(pattern, provider, program): it may print this warning")
     config.addinivalue_line("markers", "thorough: only make test-all runs it")

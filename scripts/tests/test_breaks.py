@@ -12,7 +12,8 @@ import time
 import pytest
 
 from chapters import Page
-from harness import BUILD, PROVIDERS, AnyServer, Server, is_here, wait_until
+from harness import (BUILD, PROVIDERS, AnyServer, Server, is_here, shares_of_a_core,
+                     wait_until)
 from marks import ends_in_a_rendezvous, not_over_verbs, takes_shm
 from repository import (QUICKLY, ROOT, build_moves, make, number, read_source, replaced,
                         variant)
@@ -327,20 +328,13 @@ def test_13_crowd(run, broken):
 def test_12_sleep(run, broken):
     """Until its first client it sleeps. From then on it only says so."""
     servers = [broken("12_sleep"), Server(run, BUILD, "12_sleep")]
-
-    def used(start=(0, 0)):
-        return [server.process.cpu_seconds() - before
-                for server, before in zip(servers, start)]
-
-    start = used()
-    time.sleep(2)
-    assert max(used(start)) < 0.1
+    wrong, right = processes = [server.process for server in servers]
+    assert max(shares_of_a_core(processes, 2)) < 0.05
     for server in servers:
         assert "We sleep until the completion queue wakes us." in server.process.output
         server.check_client()
-    start = used()
-    wait_until(lambda: used(start)[0] >= 0.5, 30)
-    assert used(start)[1] < 0.1
+    wait_until(lambda: max(shares_of_a_core([wrong], 1)) > 0.05, 30)
+    assert max(shares_of_a_core([right], 2)) < 0.05
     for server in servers:
         server.stop()
 

@@ -1,7 +1,7 @@
 // 7_queue: as much as the network takes.
 //
 // An operation that libfabric has no room for waits in a queue of its endpoint,
-// so the code that posts it can forget it. The server measures the bandwidth.
+// so no caller has to keep it and try again. The server measures the bandwidth.
 //
 // Based on 6_write.
 

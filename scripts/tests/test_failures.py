@@ -53,7 +53,7 @@ def test_killed_clients(serve, program, provider):
 def test_server_gone(serve, run, build, program):
     """A client whose server has gone, or never was there, says so."""
     servers = [serve(program, provider) for provider in PROVIDERS
-               if program == "7_queue" or provider in ("", "shm")]
+               if program == "4_hello" or provider in ("", "shm")]
     for server in servers:
         server.process.kill()
     # Addresses that are well-formed and nobody's: port 9 here, and a name.

@@ -466,7 +466,7 @@ def test_senders_that_go(run, serve, provider):
     with alive.saying(plain(PROGRESS)):
         for kills in range(1, KILLS + 1):
             already = len(server.process.lines)
-            client = server.start_client("60000000", random.choice(["1", "8"]))
+            client = server.start_client("20000000", random.choice(["1", "8"]))
             # libfabric 1.17's shm does not survive a sender that goes in its first contact.
             server.process.wait_for(r"^\[\d+\] Receiving", after=already)
             time.sleep(random.uniform(0, 0.5))

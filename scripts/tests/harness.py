@@ -31,9 +31,8 @@ OVER_VERBS = os.environ.get("RDMA", "")
 TIME_FACTOR = float(os.environ.get("TIME_FACTOR", "1"))
 # One that the tests know nothing of is left out; a test in test_tools.py names it.
 PROGRAMS = [program for program in programs() if program in TABLE]
-# libfabric 1.17 itself leaks in its net provider, and in the others when a
-# connection breaks while it is being made; 2.6 when one is closed. Leaks of our programs show in all the
-# other tests.
+# libfabric 1.17 itself leaks in its net provider, and in the others when a connection breaks
+# while it is being made; 2.6 when one is closed. Leaks of our programs show in all other tests.
 LIBFABRIC_LEAKS = {
     "LSAN_OPTIONS": f"suppressions={ROOT}/scripts/tests/lsan.txt:print_suppressions=0"}
 

@@ -14,7 +14,7 @@ import pytest
 
 import moves
 from harness import (BUILD, OVER_VERBS, PROVIDERS, AnyServer, Server, is_here, owned_shm_files,
-                     shares, wait_until, write_source)
+                     shares, under_strict, wait_until, write_source)
 from marks import takes_shm
 from repository import QUICKLY, ROOT, build_moves, make, variant
 from test_moves import position
@@ -279,10 +279,9 @@ def test_still(run, tmp_path):
 
 
 @pytest.fixture
-def late(tmp_path):
+def late(run):
     """For both sides of 6_write: a network that this machine hasn't got."""
-    return {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path),
-            "STRICT_PIECES": "16", "STRICT_DELAY_US": "200000"}
+    return under_strict(run, STRICT_PIECES="16", STRICT_DELAY_US="200000")
 
 
 @after(6, "write number")
@@ -352,12 +351,12 @@ def test_asleep(walk):
 @takes_shm
 @after(6, "gpu flush")
 @pytest.mark.thorough
-def test_gpu(run, tmp_path):
+def test_gpu(run):
     """The copy has to end before the WRITE, and what has come has to be flushed. The
     stand-ins have a GPU, and an adapter for it."""
     names = {word: name_of(6, word) for word in ("gpu", "flush")}
     make(*(f"{BUILD}/cuda/{name}" for name in names.values()))
-    strict = {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path)}
+    strict = under_strict(run)
     for one, other, right in [("gpu", "flush", False), ("flush", "gpu", False),
                               ("flush", "flush", True)]:
         server = AnyServer(run, f"{BUILD}/cuda", names[one], "shm", "--gpu", **strict)

@@ -545,7 +545,7 @@ def main():
     missing = [path for path in [*BUILDS, "build/strict.so"]
                if not os.path.exists(f"{ROOT}/{path}")]
     if missing:
-        sys.exit(f"error: there is no {', no '.join(missing)}; `make mutants` builds what is missing")
+        sys.exit(f"error: there is no {missing[0]}; `make mutants` builds what is missing")
     # Before any of them takes its time.
     wrong = [f"{name}: {message}" for name in names
              for message in faults(MUTANTS[name])]

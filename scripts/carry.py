@@ -105,21 +105,25 @@ def graph(root):
     return placed
 
 
+def fit_exactly(patch, text):
+    """What a patch makes of a text, at its very place."""
+    return moves.apply(text, moves.split(patch)[1])
+
+
 def fit(patch, text):
     """What a patch makes of a text, where git may look for another place."""
-    hunks = moves.split(patch)[1]
     try:
-        return moves.apply(text, hunks)
+        return fit_exactly(patch, text)
     except ValueError:
         with tempfile.TemporaryDirectory() as folder:
             pathlib.Path(folder, "x").write_text(text)
             moves.output(["git", "apply", "-"], folder, input=re.sub(
-                r"\A--- a/.*\n\+\+\+ b/.*", "--- a/x\n+++ b/x", hunks),
+                r"\A--- a/.*\n\+\+\+ b/.*", "--- a/x\n+++ b/x", moves.split(patch)[1]),
                          env={**os.environ, "GIT_CEILING_DIRECTORIES": folder, "LC_ALL": "C"})
             return pathlib.Path(folder, "x").read_text()
 
 
-def texts_of(nodes, says):
+def texts_of(nodes, says, fitting=fit):
     """The text of each node. Says of which it can't be made."""
     texts = {}
     for key, node in nodes.items():
@@ -127,7 +131,7 @@ def texts_of(nodes, says):
             if node.is_program():
                 texts[key] = node.file.read_text()
             elif node.parent in texts:
-                texts[key] = fit(node.file.read_text(), texts[node.parent])
+                texts[key] = fitting(node.file.read_text(), texts[node.parent])
         except ValueError as error:
             says.append(f"{node.name}: its patch does not fit: {error}")
     return texts
@@ -142,6 +146,22 @@ def find(nodes, name):
                 pathlib.Path(name).resolve() in (node.file, node.last):
             return key
     raise ValueError(f"there is no {name}; scripts/carry.py list names what there is")
+
+
+@functools.lru_cache(maxsize=None)
+def read_all(root):
+    """The nodes, their texts, and what is wrong with those that have none. Read once."""
+    says, nodes = [], graph(root)
+    return nodes, texts_of(nodes, says), says
+
+
+def text_of(name, root=ROOT):
+    """The text of a node that somebody has named."""
+    nodes, texts, says = read_all(root)
+    key = find(nodes, name)
+    if key not in texts:
+        raise ValueError("\n".join(says))
+    return texts[key]
 
 
 # ---- The weave ----
@@ -661,7 +681,7 @@ def check(root=ROOT):
     """What is wrong with the tree, a message each."""
     messages = []
     nodes = graph(root)
-    texts = texts_of(nodes, messages)
+    texts = texts_of(nodes, messages, fit_exactly)
     weave = weave_of(nodes, texts)
     return messages + [f"{nodes[key].name}: the weave makes something else of it"
                        for key, text in texts.items() if weave.text(key) != text]
@@ -673,8 +693,7 @@ def main(arguments):
         for key, node in nodes.items():
             print(f"{node.name:28} {nodes[node.parent].name if node.parent else ''}")
     elif arguments[:1] == ["state"] and len(arguments) in (2, 3):
-        nodes = graph(ROOT)
-        text = texts_of(nodes, [])[find(nodes, arguments[1])]
+        text = text_of(arguments[1])
         if len(arguments) == 3:
             pathlib.Path(arguments[2]).write_text(text)
         else:

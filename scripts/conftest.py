@@ -3,7 +3,6 @@ need without pytest is in tests/harness.py."""
 
 import itertools
 import os
-import pty
 import re
 import shutil
 import signal
@@ -27,7 +26,7 @@ from table import EXAMPLES, TABLE  # noqa: E402
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "builds(*names): the builds to test")
+    config.addinivalue_line("markers", "builds(*names): the builds to test, if not plain alone")
     config.addinivalue_line(
         "markers", "may_warn(pattern, provider, program): it may print this warning")
     config.addinivalue_line("markers", "thorough: only make test-all runs it")
@@ -92,11 +91,11 @@ def each_value_once(items):
 
 
 def pytest_generate_tests(metafunc):
-    """Runs every test that takes `build` with the plain programs, and again with
-    those that have sanitizers."""
+    """Runs a test that takes `build` with the plain programs, unless it says that it is
+    about those that have sanitizers, or about both."""
     if "build" in metafunc.fixturenames:
         marker = metafunc.definition.get_closest_marker("builds")
-        names = marker.args if marker else ("plain", "sanitized")
+        names = marker.args if marker else ("plain",)
         # Sanitizers would take too long on an emulated processor.
         names = ("plain",) if OVER_VERBS else names
         metafunc.parametrize("build", names, indirect=True, scope="session")
@@ -208,13 +207,3 @@ def network():
         yield network
     finally:
         network.close()
-
-
-@pytest.fixture(scope="session")
-def terminals():
-    """For tests that open pseudo-terminals."""
-    try:
-        for end in pty.openpty():
-            os.close(end)
-    except OSError as error:
-        pytest.skip(f"pseudo-terminals are not permitted: {error}")

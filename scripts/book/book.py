@@ -19,7 +19,7 @@ from pygments.formatters import HtmlFormatter
 from pygments.lexers import CppLexer
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
-sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves")]
+sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves", ".")]
 
 import chapters  # noqa: E402  (the path has to be known)
 import lines  # noqa: E402

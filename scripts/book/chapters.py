@@ -12,8 +12,9 @@ import time
 import typing
 import urllib.parse
 
+import carry
 import moves
-from repository import broken, make, number, numbered, parent, patched, programs
+from repository import make, number, numbered, parent, programs
 
 # ---- Pages ----
 
@@ -133,12 +134,12 @@ class Page:
         """The name and the lines of that of which an excerpt in this line is; of that from
         which a diff there starts, with `before`."""
         if path := self.broken(line):
-            return path, to_lines(broken(path, self.root))
+            return path, to_lines(carry.text_of(path, self.root))
         at = (self.move(line) or 0) - before
         if at > 0:
             return f"move {self.number}.{at}", self.states[at]
         path = self.own(line) or f"src/{self.before if before else self.program}.cpp"
-        return path, to_lines(patched(path, self.root) if path.endswith(".patch")
+        return path, to_lines(carry.text_of(path, self.root) if path.endswith(".patch")
                               else read(f"{self.root}/{path}"))
 
     @functools.cached_property

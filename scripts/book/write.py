@@ -14,7 +14,7 @@ import re
 import sys
 
 ROOT = os.path.abspath(f"{os.path.dirname(__file__)}/../..")
-sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves")]
+sys.path += [f"{ROOT}/scripts/{folder}" for folder in ("tests", "book", "moves", ".")]
 
 import chapters  # noqa: E402  (the path has to be known)
 import harness  # noqa: E402

@@ -3,7 +3,6 @@
 import contextlib
 import random
 import re
-import signal
 import struct
 import threading
 import time
@@ -20,8 +19,7 @@ def chosen_provider(run, build, program, provider=""):
     one than tcp from libfabric 1.18 on."""
     client = run([f"{build}/{program}", "00", *TABLE[program].least], provider)
     chosen = client.wait_for(r"^domain: .*, provider: ([^,\n]+)")[1]
-    client.signal(signal.SIGKILL)
-    client.wait()
+    client.kill()
     return chosen
 
 
@@ -157,6 +155,11 @@ class FakeClient:
         """Waits for what the server prints about this client."""
         self.server.process.wait_for(rf"^\[{self.number}\] {line}", timeout)
 
+    def leave(self):
+        """Says BYE, and waits until the server is done with this client."""
+        self.send(self.server.entry.base(BYE))
+        self.expect("Done")
+
 
 class FakeServer(FakeClient):
     """Accepts a client of a program, unless it is told not to, then answers it with
@@ -219,8 +222,7 @@ class Borrower(FakeClient):
 
     def leave(self):
         """Says BYE. Returns what the server then prints about its pool."""
-        self.send(plain(BYE))
-        self.expect("Done")
+        super().leave()
         return self.server.pool_line(self.number)
 
 
@@ -262,8 +264,7 @@ class FileSender(FakeClient):
         assert message[:4] == plain(FAILED), message
         reason = message[4:].decode()
         self.expect("error: " + re.escape(reason) + "$")
-        self.send(plain(BYE))
-        self.expect("Done")
+        self.leave()
         return reason
 
 

@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import threading
 import time
 
@@ -30,9 +31,8 @@ OVER_VERBS = os.environ.get("RDMA", "")
 TIME_FACTOR = float(os.environ.get("TIME_FACTOR", "1"))
 # One that the tests know nothing of is left out; a test in test_tools.py names it.
 PROGRAMS = [program for program in programs() if program in TABLE]
-# libfabric 1.17 itself leaks in its net provider, and in the others when a
-# connection breaks while it is being made; 2.6 when one is closed. Leaks of our programs show in all the
-# other tests.
+# libfabric 1.17 itself leaks in its net provider, and in the others when a connection breaks
+# while it is being made; 2.6 when one is closed. Leaks of our programs show in all other tests.
 LIBFABRIC_LEAKS = {
     "LSAN_OPTIONS": f"suppressions={ROOT}/scripts/tests/lsan.txt:print_suppressions=0"}
 
@@ -128,6 +128,20 @@ class Process:
         self.reader.join(timeout)
         return self.popen.returncode
 
+    def check_error(self, what, timeout=60):
+        """Waits for its end with an error, which this pattern describes."""
+        assert self.wait(timeout) == 1, self.output
+        assert re.search(f"^error: (?:{what})", self.output, re.M), self.output
+
+    def interrupt(self):
+        """Ctrl-C for a client, which ends it."""
+        self.signal(signal.SIGINT)
+        self.check_error("interrupted\n\\Z")
+
+    def kill(self):
+        self.popen.kill()
+        self.wait()
+
     def cpu_seconds(self, main_thread=False):
         """How long it has had a core so far, or its main thread alone."""
         folder = f"/proc/{self.popen.pid}" + f"/task/{self.popen.pid}" * main_thread
@@ -151,6 +165,17 @@ class Process:
     def warnings(self):
         """Those of our programs, without those that libfabric may print."""
         return re.findall(r"^(?:\[\d+\] )?warning: .*", self.output, re.M)
+
+
+def shares_of_a_core(processes, seconds, **which):
+    """How much of a core each takes for so long."""
+    def used():
+        return [process.cpu_seconds(**which) for process in processes]
+
+    before, started = used(), time.monotonic()
+    time.sleep(seconds)
+    passed = time.monotonic() - started
+    return [(now - earlier) / passed for now, earlier in zip(used(), before)]
 
 
 def wait_until(condition, timeout=10):
@@ -227,8 +252,65 @@ def nobody_at(address):
         yield
 
 
-class Server:
-    """A server, its address, and clients for it."""
+def watch(folder, program, *args, provider="tcp", **env):
+    """Runs a program with the recorder: see scripts/watch. Returns the exit status, and what
+    was printed."""
+    if provider:
+        env["FI_PROVIDER"] = provider
+    done = subprocess.run(
+        [sys.executable, "scripts/watch/run.py", "-q", "-o", str(folder), program, *args],
+        cwd=ROOT, env={**os.environ, "BUILD": BUILD, **env}, text=True, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return done.returncode, done.stdout
+
+
+class AnyServer:
+    """A server of a program that TABLE need not know, its address, and clients for it: of
+    2_first, which takes one message and ends, of a move, or of a program of one's own."""
+
+    def __init__(self, run, build, program, provider="", *args, wrapper=(), **env):
+        self.run = run
+        self.path = f"{build}/{program}"
+        self.provider = provider
+        self.env = env
+        # The wrapper is a command that runs the server.
+        self.process = run([*wrapper, self.path, *args], provider, **env)
+        self.address = address_of(self.process)
+
+    def start_client(self, *args, **env):
+        return self.run([self.path, self.address, *args], self.provider, **self.env, **env)
+
+    def check_client(self, *args):
+        """Runs a client, which must succeed. Returns it."""
+        client = self.start_client(*args)
+        assert client.wait() == 0, client.output + "\nserver:\n" + self.process.output
+        text = args[0] if args else "Hello, world!"
+        assert client.output.endswith(f"\nSent {len(text)} bytes.\n"), client.output
+        return client
+
+    def received(self):
+        """Waits for its end. Returns what it has received, as it prints it."""
+        assert self.process.wait() == 0, self.process.output
+        return re.search("^Received (.*)$", self.process.output, re.M)[1]
+
+    def errors(self):
+        """What the server has printed about errors."""
+        return re.findall(r"^(?:\[\d+\] )?error: .*", self.process.output, re.M)
+
+    def memory(self):
+        """What it has of the machine's memory, in kB."""
+        return self.process.status("VmRSS")
+
+    def stop(self, signum=signal.SIGTERM):
+        """Ends the server as a user would, and checks how it ends."""
+        assert self.process.popen.poll() is None, self.process.output
+        self.process.signal(signum)
+        assert self.process.wait(40) == 0, self.process.output
+        assert not owned_shm_files([self.process.popen.pid], self.process.born)
+
+
+class Server(AnyServer):
+    """A server of a program in TABLE."""
 
     def __init__(self, run, build, program, provider="", netns=None, folder=None,
                  wrapper=(), options=(), **env):
@@ -238,7 +320,7 @@ class Server:
         self.path = f"{build}/{program}"
         self.provider = provider
         self.env = env
-        # The wrapper is a command that runs the server. The options are for clients, too.
+        # The options are for clients, too.
         self.command = [self.path, *options]
         command = [*wrapper, *self.command]
         # Where it saves files, if it does.
@@ -321,54 +403,10 @@ class Server:
                 for client in clients:
                     client.result()
 
-    def errors(self):
-        """What the server has printed about errors."""
-        return re.findall(r"^(?:\[\d+\] )?error: .*", self.process.output, re.M)
-
-    def memory(self):
-        """What it has of the machine's memory, in kB."""
-        return self.process.status("VmRSS")
-
     def pool_line(self, number, timeout=40):
         """What 8_malloc has printed about its pool after a client has gone."""
         return self.process.wait_for(
             rf"^\[{number}\] (?:Done|error: ).*\n(?:.*\n)*?(The pool .*)$", timeout)[1]
-
-    def stop(self, signum=signal.SIGTERM):
-        """Ends the server as a user would, and checks how it ends."""
-        assert self.process.popen.poll() is None, self.process.output
-        self.process.signal(signum)
-        assert self.process.wait(40) == 0, self.process.output
-        assert not owned_shm_files([self.process.popen.pid], self.process.born)
-
-
-class First:
-    """A server of a program that TABLE does not know, and clients for it: of 2_first, which
-    takes one message and ends, or of a move."""
-
-    def __init__(self, run, build, program, provider="", *args, **env):
-        self.run = run
-        self.path = f"{build}/{program}"
-        self.provider = provider
-        self.env = env
-        self.process = run([self.path, *args], provider, **env)
-        self.address = address_of(self.process)
-
-    def start_client(self, *args, **env):
-        return self.run([self.path, self.address, *args], self.provider, **self.env, **env)
-
-    def check_client(self, *args):
-        """Runs a client, which must succeed. Returns it."""
-        client = self.start_client(*args)
-        assert client.wait() == 0, client.output + "\nserver:\n" + self.process.output
-        text = args[0] if args else "Hello, world!"
-        assert client.output.endswith(f"\nSent {len(text)} bytes.\n"), client.output
-        return client
-
-    def received(self):
-        """Waits for its end. Returns what it has received, as it prints it."""
-        assert self.process.wait() == 0, self.process.output
-        return re.search("^Received (.*)$", self.process.output, re.M)[1]
 
 
 def shares(server, client):

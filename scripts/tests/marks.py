@@ -39,4 +39,5 @@ def not_over_verbs(why):
     return pytest.mark.skipif(bool(OVER_VERBS), reason=why)
 
 
+takes_shm = pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
 takes_strict = not_over_verbs("strict.so stands between the programs and tcp or shm")

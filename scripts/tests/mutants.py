@@ -387,9 +387,9 @@ CHANGES = {
             "strict: test_late_refusal"),
         "printable": ('"refused: " + {-Printable(message.body)-}{+message.body+}',
             "messages: test_terrible_texts_of_servers"),
-        "wait": ("kSilenceLimit{- || Tell(visitor)-};", "attacks: test_another_family"),
+        "wait": ("kSilenceLimit{- || Tell(visitor)-};", "attacks: test_in_line and family"),
         "wait-again": ("{+asked == 0 && +}answer.header.type == AppMessageType::kWait;) {",
-            "attacks: test_another_family"),
+            "attacks: test_in_line and family"),
         "wait-forgets": (
             "    {-return fi_inject(endpoint->ep, &wait, sizeof(wait), visitor.contact) !=\n"
             "           -FI_EAGAIN-}{+fi_inject(endpoint->ep, &wait, sizeof(wait), "
@@ -402,12 +402,12 @@ CHANGES = {
         "wait-failed": ("first->tell_at = Clock::now(){+ - 1h+};", "attacks: test_no_descriptor"),
         "wait-dead-endpoint": ("endpoint->PollCompletion();\n"
             "    } catch (const std::{-runtime_error-}{+logic_error+}&) {",
-            "attacks: test_nowhere_in_line"),
+            "attacks: test_in_line and nowhere"),
         "aside-closed": ("if (endpoint && {-now > tell_until + kTellGrace-}{+false+}) {",
             "attacks: test_invented_addresses_in_line"),
         "aside-contacts": ("{-if (num_contacts == kMaxContacts) return false;-}",
             "attacks: test_invented_addresses_in_line"),
-        "family": ("size_t same = internet ? {-2-}{+0+} : 0;", "attacks: test_another_family"),
+        "family": ("size_t same = internet ? {-2-}{+0+} : 0;", "attacks: test_in_line and family"),
         "budget": ("{-if (size > memory_left) return;-}", "attacks: test_waiting_is_not_silence"),
         "budget-returns": ("{-if (source) memory_left += source->size;-}",
             "attacks: test_killed_while_it_waits"),
@@ -542,6 +542,10 @@ def main():
     unknown = [name for name in names if name not in MUTANTS]
     if unknown:
         sys.exit(f"error: no mutant {unknown[0]!r}; there are: {', '.join(MUTANTS)}")
+    missing = [path for path in [*BUILDS, "build/strict.so"]
+               if not os.path.exists(f"{ROOT}/{path}")]
+    if missing:
+        sys.exit(f"error: there is no {missing[0]}; `make mutants` builds what is missing")
     # Before any of them takes its time.
     wrong = [f"{name}: {message}" for name in names
              for message in faults(MUTANTS[name])]

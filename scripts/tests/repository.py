@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 
 ROOT = os.path.abspath(f"{os.path.dirname(os.path.realpath(__file__))}/../..")
 # For a program that a test builds, when its options must be short. scripts/test.sh has
@@ -47,34 +46,6 @@ def parent(program, root=ROOT):
         cwd=root, check=False, text=True, capture_output=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip() or None
-
-
-def patched(patch, root=ROOT):
-    """The source that a patch of scripts/own makes of a copy of a program, or of what
-    another one makes."""
-    with open(f"{root}/{patch}") as file:
-        head = file.read()
-    before, after = (re.search(rf"(?m)^copy {which} src/(\w+)\.cpp$", head)[1]
-                     for which in ("from", "to"))
-    with tempfile.TemporaryDirectory() as folder:
-        os.mkdir(f"{folder}/src")
-        other = f"scripts/own/{before}.patch"
-        if os.path.exists(f"{root}/{other}"):
-            with open(f"{folder}/src/{before}.cpp", "w") as file:
-                file.write(patched(other, root))
-        else:
-            shutil.copy(f"{root}/src/{before}.cpp", f"{folder}/src")
-        return applied(patch, root, folder, f"src/{after}.cpp")
-
-
-def applied(patch, root, folder, path):
-    """What a patch makes of a file in this folder."""
-    done = subprocess.run(["git", "apply", os.path.abspath(f"{root}/{patch}")], cwd=folder,
-                          check=False, text=True, capture_output=True)
-    if done.returncode:
-        raise ValueError(f"{patch}: {done.stderr.strip()}")
-    with open(f"{folder}/{path}") as file:
-        return file.read()
 
 
 # All that variant() has been called for: where, and what makes the source.
@@ -125,16 +96,6 @@ def build_source(name, text, *flags):
         make("-C", folder, "BUILD=build", f"CXXFLAGS={' '.join([QUICK_CXXFLAGS, *flags])}",
              "CUDA_HOME=", f"build/{name}")
     return f"{folder}/build"
-
-
-def broken(patch, root=ROOT):
-    """The source that a patch of scripts/breaks makes of a program."""
-    with open(f"{root}/{patch}") as file:
-        path = re.search(r"(?m)^--- a/(src/\w+\.cpp)$", file.read())[1]
-    with tempfile.TemporaryDirectory() as folder:
-        os.mkdir(f"{folder}/src")
-        shutil.copy(f"{root}/{path}", f"{folder}/{path}")
-        return applied(patch, root, folder, path)
 
 
 def build_moves(names):

@@ -70,7 +70,8 @@
 // What it does that programs must bear:
 //   WRITEs and READs start in any order (msg_order has no bit for them: efa_prov_info.c), in
 //   pieces (max_order_waw_size, also in fi_endpoint(3)), and a WRITE with immediate data before
-//   all others. SENDs keep their order only for a program that asks for FI_ORDER_SAS
+//   all others; every second one of these waits, so that the next one overtakes it. SENDs keep
+//   their order only for a program that asks for FI_ORDER_SAS
 //   (efa_user_info_alter_rdm). Who does not ask for FI_DELIVERY_COMPLETE gets a completion
 //   while its data is still here (fi_cq(3)). A RECV's or READ's buffer holds garbage until it
 //   completes. -FI_EAGAIN can come at any time (rdm/efa_rdm_rma.c, _msg.c). An entry of the
@@ -614,6 +615,7 @@ struct Endpoint : Wrapper<fid_ep> {
   bool delivers = false;        // what completes has arrived
   size_t tx = 0;                // operations in flight that are no RECVs
   size_t write_bytes = 0;       // of the WRITEs among them
+  size_t numbers = 0;           // WRITEs with immediate data so far
   void* refused = nullptr;  // the context of the last post, if it found no room
   std::set<Op*> in_flight;
   std::vector<Piece*> held;  // that the provider has not got yet
@@ -916,8 +918,8 @@ ssize_t Post(const Call& call) {
   }
   Cut(op);
   for (Piece& piece : op.pieces) {
-    bool at_once = op.kind == kRecv || op.has_number;
-    bool exactly = op.kind == kWrite && g_write_delay >= 0;
+    bool at_once = op.kind == kRecv || (op.has_number && ep.numbers++ % 2 == 0);
+    bool exactly = op.kind == kWrite && !op.has_number && g_write_delay >= 0;
     piece.due = at_once ? Clock::now()
                         : Later(exactly ? g_write_delay : g_delay, exactly);
     // Anywhere, but SENDs have to stay in line.

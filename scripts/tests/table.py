@@ -263,19 +263,6 @@ TABLE = {
         bad_sessions={**BAD_PLAIN, **bad_fills(fill, 1 << 20, 64),
                       "PROGRESS": [plain(PROGRESS)]},
         fill=fill),
-    "7_queue": Entry(
-        success="Data is correct.",
-        long=["1048576", "8", "1000000"],
-        wrong={**WRONG_PAGES, **WRONG_REPEATS},
-        sizes=[["1", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
-        quick=["65536", "100", "3"],
-        short=["4096", "10", "1"],
-        others=["65536", "20", "10"],
-        long_begun="^.*RandomFill.*=1048576",
-        imm_data=True,
-        bad_sessions={**BAD_PLAIN, **bad_fills(fill_repeatedly, 1 << 20, 64),
-                      **bad_repeats(fill_repeatedly), "PROGRESS": [plain(PROGRESS)]},
-        fill=fill_repeatedly),
     "8_malloc": Entry(
         success="Data is correct.",
         long=["100"],
@@ -335,6 +322,17 @@ TABLE = {
 TABLE["12_sleep"] = TABLE["5_reverse"]._replace(
     success="Of 1000 answers, half took up to ", sizes=[["x"], ["0123456789" * 600]],
     others=[], longest_text=0, most_removed=12)
+# It asks for the same as 6_write, and says how often.
+TABLE["7_queue"] = TABLE["6_write"]._replace(
+    long=["1048576", "8", "1000000"],
+    wrong={**WRONG_PAGES, **WRONG_REPEATS},
+    sizes=[["1", "1", "1"], ["64", "1000", "5"], ["1048576", "32", "3"]],
+    quick=["65536", "100", "3"],
+    short=["4096", "10", "1"],
+    others=["65536", "20", "10"],
+    bad_sessions={**BAD_PLAIN, **bad_fills(fill_repeatedly, 1 << 20, 64),
+                  **bad_repeats(fill_repeatedly), "PROGRESS": [plain(PROGRESS)]},
+    fill=fill_repeatedly)
 # It asks for the same as 7_queue, and may ask for more.
 TABLE["14_strangers"] = TABLE["7_queue"]._replace(
     guarded=True,

@@ -18,8 +18,7 @@ from marks import not_over_verbs
 from messages import BYE, WAIT, base, type_and_nonce
 from repository import variant
 
-pytestmark = [pytest.mark.builds("plain"),
-              not_over_verbs("the attacks make connections of TCP")]
+pytestmark = not_over_verbs("the attacks make connections of TCP")
 
 STRANGERS = "14_strangers"
 SHORT = "4096", "10", "1"
@@ -97,45 +96,32 @@ def of_another_family(address):
     return struct.pack("<H", socket.AF_UNIX) + address[2:8] + b"A" * (len(address) - 8)
 
 
-def test_another_family(run, patient):
-    """All places are taken, so this one would be told to wait. Those who come later are
-    told, and get in when somebody leaves."""
-    client = FakeClient(run, patient)
-    places = take_places(client)
-    client.peer(patient.address)
-    client.nonce = new_nonce()
-    client.send(client.connect(of_another_family(client.address)))
-    time.sleep(1.5)
-    later = patient.start_client(*SHORT)
-    later.wait_for("^The server can't serve us yet: waiting$")
-    leave(client, places.pop())
-    assert later.wait() == 0, later.output
-    # Those who are connected have noticed nothing.
-    for place in places:
-        leave(client, place)
-    patient.process.wait_for("Done.", count=PLACES + 1)
-    patient.stop()
-
-
 # Nobody can be there, or nobody is.
 NOWHERE = ["255.255.255.255", "224.0.0.1", "240.0.0.1", "0.0.0.0", "127.0.0.1"]
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("provider", ["tcp", "udp;ofi_rxd"])
-def test_nowhere_in_line(run, provider):
-    """Those who wait there cannot be told. That costs the server nothing."""
+@pytest.mark.parametrize("what,provider", [
+    ("family", "tcp"), ("nowhere", "tcp"), ("nowhere", "udp;ofi_rxd")])
+def test_in_line(run, what, provider):
+    """All places are taken, so these would be told to wait, and cannot be. That costs the
+    server nothing: those who come later are told, and get in when somebody leaves."""
     server = Server(run, PATIENT(), STRANGERS, provider)
     client = FakeClient(run, server)
     places = take_places(client)
     client.peer(server.address)
-    connect_from(client, [struct.pack("<H", socket.AF_INET) + struct.pack(">H", 9) +
-                          socket.inet_aton(host) + bytes(8) for host in NOWHERE])
+    connect_from(client, [of_another_family(client.address)] if what == "family" else [
+        struct.pack("<H", socket.AF_INET) + struct.pack(">H", 9) + socket.inet_aton(host) +
+        bytes(8) for host in NOWHERE])
     time.sleep(2)
     later = server.start_client(*SHORT)
     later.wait_for("^The server can't serve us yet: waiting$")
     leave(client, places.pop())
     assert later.wait() == 0, later.output
+    if what == "family":  # those who are connected have noticed nothing
+        for place in places:
+            leave(client, place)
+        server.process.wait_for("Done.", count=PLACES + 1)
     server.stop()
 
 
@@ -182,8 +168,7 @@ def test_junk_at_the_door(run, serve):
     time.sleep(1)
     server.check_client(*SHORT)
     assert not server.errors()
-    stranger.process.popen.kill()
-    stranger.process.wait()
+    stranger.process.kill()
     server.stop()
 
 
@@ -318,8 +303,7 @@ def test_killed_while_it_waits_for_memory(run, provider):
     if provider == "tcp":
         server.process.wait_for(r"^\[2\] error: ", 60)
         assert first.popen.poll() is None and alive.popen.poll() is None
-    first.signal(signal.SIGINT)
-    assert first.wait() == 1
+    first.interrupt()
     server.process.wait_for(r"^\[2\] error: ", 60)
     assert alive.wait() == 0, alive.output
     server.check_client(*pages, "1")
@@ -339,8 +323,7 @@ def test_pages_of_another(run):
     greedy = server.start_client("4096", "200", "1")
     server.process.wait_for(r"^\[1\] Received RandomFill")
     server.check_client("4096", "1", "1")
-    greedy.signal(signal.SIGINT)
-    assert greedy.wait() == 1
+    greedy.interrupt()
     server.stop()
 
 

@@ -12,13 +12,12 @@ import time
 import pytest
 
 from chapters import Page
-from harness import BUILD, PROVIDERS, First, Server, is_here
-from marks import ends_in_a_rendezvous, not_over_verbs
+from harness import (BUILD, PROVIDERS, AnyServer, Server, is_here, shares_of_a_core,
+                     wait_until)
+from marks import ends_in_a_rendezvous, not_over_verbs, takes_shm
 from repository import (QUICKLY, ROOT, build_moves, make, number, read_source, replaced,
                         variant)
 from table import TABLE
-
-pytestmark = pytest.mark.builds("plain")
 
 
 @pytest.fixture
@@ -33,7 +32,7 @@ def broken(run, tmp_path):
             said = make(f"break-{name}", *flags, f"BUILD={tmp_path}", "CUDA_HOME=")
             assert f" build/break/{program} ADDRESS" in said
             built.add(program)
-        kind = Server if program in TABLE else First
+        kind = Server if program in TABLE else AnyServer
         return kind(run, f"{tmp_path}/break", program, provider, **kwargs)
     return start
 
@@ -99,7 +98,7 @@ def stopped(server, path=None, *args):
         client.communicate()
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @pytest.mark.thorough
 def test_5_reverse(run, broken):
     """A client is killed once it has posted its text. What is in flight to it never ends,
@@ -139,7 +138,7 @@ WITH_DESTRUCTOR = variant("5_reverse", source=with_destructor)
 
 
 @ends_in_a_rendezvous
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @pytest.mark.thorough
 def test_5_reverse_late(run, broken):
     """A client that is only late, as an appendix has it: over shm it reads memory of the
@@ -177,8 +176,7 @@ def test_8_malloc(broken):
     client = server.start_client()
     client.wait_for("Gave them back")
     server.check_client()
-    assert client.wait() == 1, client.output
-    assert client.output.endswith("\nerror: the data is not correct\n"), client.output
+    client.check_error("the data is not correct$")
     server.stop()
 
 
@@ -198,7 +196,7 @@ def test_8_malloc_stopped(broken):
         server.stop()
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @pytest.mark.thorough
 def test_8_alone(broken):
     """A client that copies by itself READs the memory of a server that stands still."""
@@ -206,10 +204,8 @@ def test_8_alone(broken):
     client = server.start_client("8")
     client.wait_for("Gave them back")
     server.process.signal(signal.SIGSTOP)
-    assert client.wait() == 1, client.output
-    assert client.output.endswith(
-        "\nREAD and compared them.\n"
-        "error: nothing has happened for 10 s while waiting for an answer\n")
+    client.check_error("nothing has happened for 10 s while waiting for an answer$")
+    assert "\nREAD and compared them.\n" in client.output
     server.process.signal(signal.SIGCONT)
 
 
@@ -236,8 +232,7 @@ def test_8_asleep(run, broken):
     assert right.pool_line(1) == \
         "The pool lends 0 bytes in 0 pieces, and has 268435456 free in 1"
     client.signal(signal.SIGCONT)
-    assert client.wait() == 1, client.output
-    assert re.search("^error: WRITE failed: ", client.output, re.M), client.output
+    client.check_error("WRITE failed: ")
     right.stop()
 
 
@@ -250,9 +245,7 @@ def test_9_file(run, broken, tmp_path):
     source.write_bytes(os.urandom(3 << 20))
     wrong = broken("9_file")
     client = run([wrong.path, right.address, str(source), "2"])
-    assert client.wait() == 1, client.output
-    assert client.output.endswith(
-        "\nerror: the server: a checksum is not correct\n")
+    client.check_error("the server: a checksum is not correct$")
     wrong.stop()
     right.stop()
 
@@ -307,14 +300,12 @@ def test_10_dead_owner(broken):
     owner = server.start_client("3", HOLD_MS="60000")
     owner.wait_for("FETCH-AND-ADD and WRITE: ")
     time.sleep(0.5)
-    owner.signal(signal.SIGKILL)
-    owner.wait()
+    owner.kill()
     other = server.start_client("5")
     other.wait_for("FETCH-AND-ADD and WRITE: ")
     time.sleep(3)
     assert "under the lock" not in other.output
-    other.signal(signal.SIGINT)
-    assert other.wait() == 1
+    other.interrupt()
 
 
 @pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others have room for everything")
@@ -327,9 +318,7 @@ def test_13_crowd(run, broken):
     deaf.wait_for("^Asked 30,000 times, and read nothing.$", 30)
     server.process.wait_for("^1 clients, 30000 texts so far$")
     client = server.start_client("20", "100")
-    assert client.wait() == 1, client.output
-    assert re.search("^error: nothing has happened for 10 s while waiting for ACCEPT",
-                     client.output, re.M), client.output
+    client.check_error("nothing has happened for 10 s while waiting for ACCEPT")
     deaf.signal(signal.SIGTERM)
     assert deaf.wait() == 0, deaf.output
     server.check_client("20", "100")
@@ -339,23 +328,13 @@ def test_13_crowd(run, broken):
 def test_12_sleep(run, broken):
     """Until its first client it sleeps. From then on it only says so."""
     servers = [broken("12_sleep"), Server(run, BUILD, "12_sleep")]
-
-    def used(start=(0, 0)):
-        return [server.process.cpu_seconds() - before
-                for server, before in zip(servers, start)]
-
-    start = used()
-    time.sleep(2)
-    assert max(used(start)) < 0.1
+    wrong, right = processes = [server.process for server in servers]
+    assert max(shares_of_a_core(processes, 2)) < 0.05
     for server in servers:
         assert "We sleep until the completion queue wakes us." in server.process.output
         server.check_client()
-    start = used()
-    end = time.monotonic() + 30
-    while used(start)[0] < 0.5:
-        assert time.monotonic() < end, used(start)
-        time.sleep(0.1)
-    assert used(start)[1] < 0.1
+    wait_until(lambda: max(shares_of_a_core([wrong], 1)) > 0.05, 30)
+    assert max(shares_of_a_core([right], 2)) < 0.05
     for server in servers:
         server.stop()
 

@@ -11,7 +11,8 @@ from small_repository import FIRST, HEAD, LAST, PROGRAMS, Repository, replaced, 
 
 @pytest.mark.static
 def test_weave():
-    """Each patch fits, and the weave makes each text of this repository, byte for byte."""
+    """Each patch fits, to the letter: where an offset is left to git, it is wrong once another
+    place looks alike. And the weave makes each text of this repository, byte for byte."""
     nothing_wrong(carry.check())
 
 

@@ -17,8 +17,9 @@ PAGES = ["README.md", "scripts/README.md"] + [
     f"chapters/{name}.md" for name in chapters.chapters(ROOT)]
 # Those that take a page and nothing else.
 CHECKS = [
-    chapters.check_blocks, chapters.check_excerpts, chapters.check_moves, chapters.check_names, chapters.check_links,
-    chapters.check_neighbours, chapters.check_named, chapters.check_targets]
+    chapters.check_blocks, chapters.check_excerpts, chapters.check_moves, chapters.check_names,
+    chapters.check_links, chapters.check_neighbours, chapters.check_named,
+    chapters.check_targets]
 
 
 @pytest.fixture(autouse=True)

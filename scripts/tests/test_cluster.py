@@ -45,7 +45,6 @@ def test_clients(tmp_path):
 @pytest.mark.parametrize("arguments,env,status,message", [
     (["7_queue", "0", "1"], {"machines": "1"}, 2, "client 0 | error: not a number from 1 to "),
     (["4_hello"], {"FI_PROVIDER": "none"}, 1, "error: the server has ended"),
-    (["4_none"], {}, 1, "there is no build/4_none in "),
     (["4_hello"], {"SLURM_JOB_ID": ""}, 1, "error: usage: sbatch -N 2 scripts/cluster/slurm.sh ")])
 def test_what_fails(tmp_path, arguments, env, status, message):
     """The job's status is that of a client, and what fails says so."""

@@ -17,8 +17,9 @@ import pytest
 
 from fakes import CrowdGuest, FakeClient, FakeServer
 from harness import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
-                     nobody_at, owned_shm_files, under_strict)
-from marks import ends_in_a_rendezvous, not_over_verbs, over, takes_strict, two_providers
+                     nobody_at, owned_shm_files, shares_of_a_core, under_strict)
+from marks import (ends_in_a_rendezvous, not_over_verbs, over, takes_shm, takes_strict,
+                   two_providers)
 from messages import TEXT, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
@@ -42,8 +43,7 @@ def test_killed_clients(serve, program, provider):
             if provider == "shm" and server.entry.long_begun:
                 server.process.wait_for(server.entry.long_begun, after=already)
             time.sleep(random.uniform(0, 0.8))
-            client.signal(signal.SIGKILL)
-            client.wait()
+            client.kill()
     server.check_client()
     server.stop()
 
@@ -55,8 +55,7 @@ def test_server_gone(serve, run, build, program):
     servers = [serve(program, provider) for provider in PROVIDERS
                if program == "4_hello" or provider in ("", "shm")]
     for server in servers:
-        server.process.signal(signal.SIGKILL)
-        server.process.wait()
+        server.process.kill()
     # Addresses that are well-formed and nobody's: port 9 here, and a name.
     nobody = {"": "020000097f0000010000000000000000",
               "shm": b"fi_shm://1:0:0\0".hex()}
@@ -67,12 +66,10 @@ def test_server_gone(serve, run, build, program):
         clients += [run([f"{build}/{program}", address], provider)
                     for provider, address in nobody.items()]
         for client in clients:
-            assert client.wait() == 1, client.output
-            assert re.search("error: .*( the same FI_PROVIDER|still running)[?]", client.output)
+            client.check_error(".*( the same FI_PROVIDER|still running)[?]")
 
 
 @not_over_verbs("under that limit, no client gets through to the server")
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,pages,mb", [
     ("7_queue", (1 << 20, 64), 60), ("14_strangers", (1 << 20, 500), 300)])
 def test_no_memory(serve, program, pages, mb):
@@ -130,7 +127,6 @@ def test_signals(run, serve, build, program, provider):
 ASKING = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 
 
-@pytest.mark.builds("plain")
 def test_second_signal(build):
     """A process that hangs does not get as far as its end. Then a second signal, of
     the same kind or another, ends it at once. Here, a client of a server that does not
@@ -180,7 +176,6 @@ def catches(pid, signum):
     return bool(mask >> (signum - 1) & 1)
 
 
-@pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.parametrize("program", ["7_queue", "14_strangers"])
 def test_client_signals_at_work(serve, program, provider):
@@ -194,8 +189,7 @@ def test_client_signals_at_work(serve, program, provider):
         server.process.wait_for("Received RandomFill", after=already)
         time.sleep(random.uniform(0, 0.1))
         client.signal(signum)
-        assert client.wait() == 1, client.output
-        assert client.output.endswith("error: interrupted\n")
+        client.check_error("interrupted\n\\Z")
         assert not owned_shm_files([client.popen.pid], client.born)
         server.process.wait_for(r"^\[\d+\] (Done|error)", after=already)
     assert len(server.errors()) == 2
@@ -203,8 +197,7 @@ def test_client_signals_at_work(serve, program, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="there is no shm here")
+@takes_shm
 def test_client_signals_at_its_first_contact(serve):
     """Its shared memory outlives the signal, because the server is about to map it. The
     provider's own handler would delete it at once."""
@@ -224,7 +217,6 @@ def test_client_signals_at_its_first_contact(serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @over(PROGRAMS)
 def test_client_signals_at_the_start(serve, program, provider):
     """Clients that are interrupted in their first moments, also before they have turned
@@ -250,7 +242,6 @@ def test_client_signals_at_the_start(serve, program, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_stood_still(run, build, provider):
     """A client that has stood still for longer than it waits first reads what has come."""
@@ -268,7 +259,6 @@ def test_stood_still(run, build, provider):
 NOWHERE = "255.255.255.255", "224.0.0.1", "240.0.0.1"
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.long
 @not_over_verbs("these are addresses of TCP")
 def test_addresses_of_nobody(run, serve):
@@ -286,7 +276,6 @@ def test_addresses_of_nobody(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @over(PROGRAMS)
 def test_nobody_reads(serve, program, provider):
     """A server whose lines go to a process that has ended, as `head` does: that is a signal
@@ -300,7 +289,6 @@ def test_nobody_reads(serve, program, provider):
     client.signal(signal.SIGKILL)  # what it says: test_server_gone
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_nobody_reads_a_client(serve, provider):
     """Each of its lines brings a signal then. The later ones are no second signal, which
@@ -315,16 +303,10 @@ def test_nobody_reads_a_client(serve, provider):
 
 def busy(servers):
     """Those that take more than 5 % of a core for three seconds."""
-    if not servers:
-        return []
-    before, started = [server.process.cpu_seconds() for server in servers], time.monotonic()
-    time.sleep(3)
-    limit = 0.05 * (time.monotonic() - started)
-    return [server for server, earlier in zip(servers, before)
-            if server.process.cpu_seconds() - earlier >= limit]
+    shares = shares_of_a_core([server.process for server in servers], 3 if servers else 0)
+    return [server for server, share in zip(servers, shares) if share >= 0.05]
 
 
-@pytest.mark.builds("plain")
 def test_idle(serve):
     """Servers that wait take next to nothing."""
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -338,7 +320,6 @@ def test_idle(serve):
         list(pool.map(Server.stop, servers))
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_idle_in_a_session(run, serve, provider):
     """A client that says nothing keeps its server as quiet."""
@@ -367,7 +348,6 @@ def client_args(program, address=ADDRESS):
     return [address, *TABLE[program].least]
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.every_program
 def test_wrong_arguments(build, program):
@@ -390,6 +370,7 @@ def test_wrong_arguments(build, program):
         list(pool.map(check, wrong.items()))
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_address_of_another_provider(build, program):
     """It is well-formed; only this provider has no such addresses."""
@@ -402,6 +383,7 @@ def test_address_of_another_provider(build, program):
         assert "Sent" not in done.stdout
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_help(build, program):
     done = ran(build, program, "--help")
@@ -410,7 +392,6 @@ def test_help(build, program):
     assert not done.stderr
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_gpu(build, program):
     """Who asks for a GPU where there is none, or without CUDA, gets an error before anything
@@ -423,6 +404,7 @@ def test_no_gpu(build, program):
         assert re.fullmatch(r"error: (cudaMalloc: .*|built without CUDA)\n", done.stderr), done
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_no_provider(build, program):
     """An error that says what was tried."""
@@ -437,7 +419,6 @@ def test_no_provider(build, program):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @two_providers
 @pytest.mark.parametrize("program", [p for p in PROGRAMS if TABLE[p].imm_data])
 def test_no_immediate_data(run, build, program, provider):
@@ -446,25 +427,18 @@ def test_no_immediate_data(run, build, program, provider):
     for args in [], [address]:
         process = run([f"{build}/{program}", *args], provider,
                       **under_strict(run, STRICT_LACKS="immediate-data"))
-        assert process.wait() == 1
-        assert re.search("^error: no immediate data; try another FI_PROVIDER$",
-                         process.output, re.M)
+        process.check_error("no immediate data; try another FI_PROVIDER$")
         assert "Sent" not in process.output
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_locked_memory(run, serve, build, program):
     """Where not enough memory may be locked, a line says so."""
-    hint = "Cannot allocate memory"
     server = run([f"{build}/{program}"],
                  **under_strict(run, STRICT_LACKS="memory-to-register"))
-    assert server.wait() == 1
-    assert re.search(f"^error: fi_mr_reg(attr)?( of [0-9]+ bytes)?: {hint}", server.output,
-                     re.M)
+    server.check_error("fi_mr_reg(attr)?( of [0-9]+ bytes)?: Cannot allocate memory")
     server = serve(program, **under_strict(run))
     client = server.start_client(STRICT_LACKS="memory-to-send")
-    assert client.wait() == 1
-    assert re.search(f"^error: SEND failed: {hint}", client.output, re.M)
+    client.check_error("SEND failed: Cannot allocate memory")
     server.stop()

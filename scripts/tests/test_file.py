@@ -14,7 +14,7 @@ import time
 import pytest
 
 from fakes import FakeServer, FileSender
-from harness import BUILD, LIBFABRIC_LEAKS, TIME_FACTOR, write_source
+from harness import BUILD, LIBFABRIC_LEAKS, wait_until, write_source
 from marks import each_provider, two_providers
 from messages import (BYE, FAILED, PROGRESS, PUT, SAVED, chunk, credit, plain, put,
                       ready)
@@ -32,10 +32,7 @@ KILLS = int(os.environ.get("KILLS", "4"))
 
 def check_empty(server, timeout=40, others=()):
     """Waits until the server has cleaned up: nothing but `others` is in its directory."""
-    stop = time.monotonic() + timeout
-    while found := [name for name in os.listdir(server.folder) if name not in others]:
-        assert time.monotonic() < stop, found + server.process.lines
-        time.sleep(0.01)
+    wait_until(lambda: {*os.listdir(server.folder)} <= {*others}, timeout)
 
 
 def check_failure(client, error, timeout=60):
@@ -55,15 +52,21 @@ def part_size(server):
     return 0
 
 
-class WaitingDisk:
-    """For a server whose pwrites wait, from the first one on, until go_on(): see
-    strict.cpp."""
+def strange_disk(**settings):
+    """What a server needs in its environment to have a disk of strict.cpp's."""
+    return {"LD_PRELOAD": os.path.join(ROOT, BUILD, "strict.so"), "STRICT_NETWORK": "0",
+            **settings}
 
-    def __init__(self, folder):
+
+class WaitingDisk:
+    """That of a server whose pwrites wait, from the first one on, until go_on()."""
+
+    def __init__(self, serve, folder):
         self.file = folder + "/go on"
-        self.env = {"LD_PRELOAD": os.path.join(ROOT, BUILD, "strict.so"),
-                    "STRICT_NETWORK": "0", "STRICT_SLOW_WRITE": self.file}
-        self.waits = "^strict: a pwrite waits$"
+        self.server = serve("9_file", **strange_disk(STRICT_SLOW_WRITE=self.file))
+
+    def wait(self):
+        self.server.process.wait_for("^strict: a pwrite waits$")
 
     def go_on(self):
         with open(self.file, "w"):
@@ -71,8 +74,8 @@ class WaitingDisk:
 
 
 @pytest.fixture
-def waiting_disk(run):
-    return WaitingDisk(run.new_folder())
+def waiting_disk(run, serve):
+    return WaitingDisk(serve, run.new_folder())
 
 
 # ---- Files of every size ----
@@ -81,7 +84,6 @@ def waiting_disk(run):
 CASES = [(0, 8), (MIB, 8), (MIB + 1, 1), (20 * MIB, 16)]
 
 
-@pytest.mark.builds("plain")  # test_four_clients has the others
 @each_provider
 def test_sizes(serve, provider):
     """Every byte arrives, in files that fill their chunks and that do not, with few
@@ -98,7 +100,6 @@ def test_sizes(serve, provider):
 
 # ---- The server's directory ----
 
-@pytest.mark.builds("plain")
 def test_no_directory(run, build):
     """What is no directory is a wrong argument. So is an address without a file."""
     folder = run.new_folder()
@@ -111,7 +112,6 @@ def test_no_directory(run, build):
     assert os.listdir(folder) == ["file"]
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("folder_of_server", ["received", ""])
 def test_two_terminals(run, build, folder_of_server):
     """The command that the server prints, in another terminal, for a file that is
@@ -154,8 +154,7 @@ def test_names(run, serve):
         client.send(put(name))
         assert reason in client.failure()
         client.open_session()
-    client.send(plain(BYE))
-    client.expect("Done")
+    client.leave()
     assert len(server.errors()) == len(reasons)
     assert os.listdir(outside) == ["server"] and os.listdir(folder) == ["sub"]
     assert not os.listdir(folder + "/sub")
@@ -163,7 +162,6 @@ def test_names(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("name", ["file", "file.part"])
 def test_existing_files(serve, name):
     """Whatever has the name of the file, or of its .part, stays as it is: a file, a
@@ -189,12 +187,11 @@ def test_existing_files(serve, name):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_created_meanwhile(serve, waiting_disk):
+def test_created_meanwhile(waiting_disk):
     """Somebody else creates a file of this name during the transfer. It stays."""
-    server = serve("9_file", **waiting_disk.env)
+    server = waiting_disk.server
     client = server.start_client(str(4 * MIB), "1")
-    server.process.wait_for(waiting_disk.waits)
+    waiting_disk.wait()
     name = os.path.basename(client.source)
     with open(f"{server.folder}/{name}", "w") as file:
         file.write("precious")
@@ -209,7 +206,6 @@ def test_created_meanwhile(serve, waiting_disk):
 
 # ---- Sources that are none, or that change ----
 
-@pytest.mark.builds("plain")
 def test_no_source(serve, run):
     """What cannot be sent, is said before the server hears of it."""
     server = serve("9_file")
@@ -222,12 +218,11 @@ def test_no_source(serve, run):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_source_shrinks(serve, waiting_disk):
+def test_source_shrinks(waiting_disk):
     """Both sides say so, and nothing of it is left."""
-    server = serve("9_file", **waiting_disk.env)
+    server = waiting_disk.server
     client = server.start_client(str(8 * MIB), "2")
-    server.process.wait_for(waiting_disk.waits)
+    waiting_disk.wait()
     os.truncate(client.source, 3 * MIB)
     waiting_disk.go_on()
     check_failure(client, "is too short")
@@ -256,14 +251,12 @@ def test_file_size_limit(serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("what,error", [("files", r"cannot sync file \d+\.part"),
                                         ("directories", "cannot sync the directory")])
 def test_disk_that_forgets(serve, what, error):
     """The kernel has taken the file, but the disk keeps it, or its name, no longer
     than until the power fails: see strict.cpp. So it is not saved."""
-    server = serve("9_file", LD_PRELOAD=os.path.join(ROOT, BUILD, "strict.so"),
-                   STRICT_NETWORK="0", STRICT_LACKS=f"fsync-of-{what}")
+    server = serve("9_file", **strange_disk(STRICT_LACKS=f"fsync-of-{what}"))
     check_failure(server.start_client("1"),
                   f"the server: {error}: Input/output error")
     server.process.wait_for("Done")
@@ -275,7 +268,6 @@ def test_disk_that_forgets(serve, what, error):
 
 # ---- Credits ----
 
-@pytest.mark.builds("plain")
 def test_slow_disk(serve):
     """The sender waits for credits: it takes as long as the disk does, and it is
     never more chunks ahead than it has slots. The server needs no more memory for a
@@ -316,8 +308,7 @@ def test_credits(run, serve):
     while (message := client.answer()) != plain(SAVED):
         assert message == credit(0)
     assert time.monotonic() - started >= 1.5
-    client.send(plain(BYE))
-    client.expect("Done")
+    client.leave()
     with open(f"{server.folder}/file", "rb") as file:
         assert file.read() == bytes(4 * MIB)
     assert os.listdir(server.folder) == ["file"]
@@ -355,15 +346,20 @@ def test_checksum(run, serve):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_write_while_saving(run, serve, waiting_disk):
-    """A sender that WRITEs into a slot while its chunk is being saved. The checksum is that
-    of what may have come into the file, not of what was there before."""
-    server = serve("9_file", **waiting_disk.env)
-    client = FileSender(run, server)
+@pytest.fixture
+def saved_slowly(run, waiting_disk):
+    """A sender whose only chunk is being saved."""
+    client = FileSender(run, waiting_disk.server)
     client.put(size=MIB)
     client.send(chunk(0, ZEROS[0]))
-    server.process.wait_for(waiting_disk.waits)
+    waiting_disk.wait()
+    return client
+
+
+def test_write_while_saving(waiting_disk, saved_slowly):
+    """A sender that WRITEs into a slot while its chunk is being saved. The checksum is that
+    of what may have come into the file, not of what was there before."""
+    server, client = waiting_disk.server, saved_slowly
     addr, key = client.slots
     client.command(f"overwrite {addr} {key}", "written")
     waiting_disk.go_on()
@@ -372,22 +368,15 @@ def test_write_while_saving(run, serve, waiting_disk):
     server.stop()
 
 
-@pytest.mark.builds("plain")
-def test_disk_that_stands_still(run, serve, waiting_disk):
+def test_disk_that_stands_still(waiting_disk, saved_slowly):
     """The disk does not go on with a chunk, and its client has left meanwhile. Others are
     served all the same."""
-    server = serve("9_file", **waiting_disk.env)
-    client = FileSender(run, server)
-    client.put(size=MIB)
-    client.send(chunk(0, ZEROS[0]))
-    server.process.wait_for(waiting_disk.waits)
-    client.send(plain(BYE))
-    client.expect("Done")
+    server, client = waiting_disk.server, saved_slowly
+    client.leave()
     client.open_session()
     client.put(b"empty")
     assert client.answer() == plain(SAVED)
-    client.send(plain(BYE))
-    client.expect("Done")
+    client.leave()
     assert sorted(os.listdir(server.folder)) == ["empty", "file.part"]
     waiting_disk.go_on()
     os.unlink(f"{server.folder}/empty")
@@ -395,7 +384,6 @@ def test_disk_that_stands_still(run, serve, waiting_disk):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 def test_disk_slower_than_patience(serve):
     """A chunk takes longer than the time after which a silent side is given up: both say
     that they are still there."""
@@ -407,7 +395,6 @@ def test_disk_slower_than_patience(serve):
 
 # ---- Messages ----
 
-@pytest.mark.builds("plain")
 def test_failed_while_it_writes(run, serve):
     """A client hears why its file is not saved before a WRITE of it fails: until it
     leaves, its slots are there."""
@@ -419,8 +406,7 @@ def test_failed_while_it_writes(run, serve):
     addr, key = client.slots
     client.command(f"overwrite {addr} {key}", "written")
     assert "bad message" in client.answer()[4:].decode()
-    client.send(plain(BYE))
-    client.expect("Done")
+    client.leave()
     check_empty(server)
     server.check_client("1")
     server.stop()
@@ -477,12 +463,6 @@ def test_senders_that_go(run, serve, provider):
     silent.put(b"silent", size=1000 * MIB, slots=8)
     alive.put(b"alive", size=1000 * MIB, slots=8)
 
-    def wait_until_alone():
-        stop = time.monotonic() + 25 * TIME_FACTOR
-        while os.listdir(server.folder) != ["alive.part"]:
-            assert time.monotonic() < stop, os.listdir(server.folder)
-            time.sleep(0.1)
-
     with alive.saying(plain(PROGRESS)):
         for kills in range(1, KILLS + 1):
             already = len(server.process.lines)
@@ -490,15 +470,13 @@ def test_senders_that_go(run, serve, provider):
             # libfabric 1.17's shm does not survive a sender that goes in its first contact.
             server.process.wait_for(r"^\[\d+\] Receiving", after=already)
             time.sleep(random.uniform(0, 0.5))
-            client.signal(signal.SIGKILL)
-            client.wait()
+            client.kill()
             if kills % 4 == 0:
-                wait_until_alone()
+                check_empty(server, 25, others=["alive.part"])
                 server.check_client(str(3 * MIB))
-        wait_until_alone()
+        check_empty(server, 25, others=["alive.part"])
     silent.expect("error: nothing has happened for 10 s")
-    alive.send(plain(BYE))
-    alive.expect("Done")
+    alive.leave()
     check_empty(server)
     server.check_client()
     server.stop()

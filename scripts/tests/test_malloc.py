@@ -12,7 +12,7 @@ import time
 import pytest
 
 from fakes import Borrower, FakeServer
-from harness import LIBFABRIC_LEAKS, under_strict
+from harness import LIBFABRIC_LEAKS, under_strict, wait_until
 from marks import takes_strict, two_providers
 from messages import ACCEPT, ALIVE, FREE, MALLOC, REFUSAL, plain, reply, type_of
 from repository import ROOT
@@ -27,15 +27,10 @@ KILLS = int(os.environ.get("KILLS", "3"))
 def wait_for_seats(server, taken):
     """Waits until the server serves no more clients than that. A client that has
     gone without a word keeps its seat for 10 s."""
-    end = time.monotonic() + 40
-    while True:
-        output = server.process.output
-        served = re.findall(r"^\[\d+\] Received CONNECT", output, re.M)
-        gone = re.findall(r"^\[\d+\] (?:Done|error: )", output, re.M)
-        if len(served) - len(gone) <= taken:
-            return
-        assert time.monotonic() < end, output
-        time.sleep(0.01)
+    def count(pattern):
+        return len(re.findall(rf"^\[\d+\] (?:{pattern})", server.process.output, re.M))
+
+    wait_until(lambda: count("Received CONNECT") - count("Done|error: ") <= taken, 40)
 
 
 def check_whole(server):
@@ -44,7 +39,6 @@ def check_whole(server):
     server.process.wait_for(f"^{WHOLE}\n\\Z")
 
 
-@pytest.mark.builds("plain")
 def test_allocator(build):
     """Each of many random calls has to do what a simple model expects. A client's piece comes
     back when its endpoint is closed."""
@@ -106,8 +100,7 @@ def test_killed_clients(serve, provider):
                     client = server.start_client("32")
                     client.wait_for("Borrowed")
                     time.sleep(random.uniform(0, 0.5))
-                    client.signal(signal.SIGKILL)
-                    client.wait()
+                    client.kill()
         except AssertionError:
             if provider != "shm":
                 raise
@@ -122,7 +115,6 @@ def test_killed_clients(serve, provider):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 def test_stopped_client(run, serve):
     """A client that is stopped while it has pieces. They come back after the limit of
     10 s. One that says no more than that it is alive keeps its pieces."""
@@ -136,15 +128,13 @@ def test_stopped_client(run, serve):
     server.process.wait_for(r"^The pool lends \d+ bytes in 4 ")
     assert len(server.errors()) == 1
     client.signal(signal.SIGCONT)
-    assert client.wait() == 1, client.output
-    assert "error: " in client.output
+    client.check_error("")
     living.signal(signal.SIGINT)
     check_whole(server)
     server.stop()
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 def test_late_writes(run, serve):
     """On a network that takes its time for WRITEs, and none for READs, a client READs what
     it has written."""
@@ -155,7 +145,6 @@ def test_late_writes(run, serve):
 
 
 @takes_strict
-@pytest.mark.builds("plain")
 @pytest.mark.long
 @pytest.mark.thorough
 def test_alive(run, serve):
@@ -168,18 +157,10 @@ def test_alive(run, serve):
     client.wait_for("^Filled", 60)
     assert time.monotonic() - begun > 12
     assert not server.errors()
-    client.signal(signal.SIGKILL)
-    client.wait()
+    client.kill()
 
 
 # ---- Clients that fail ----
-
-def check_failed(server, client, error):
-    """The client has failed. Its pieces come back."""
-    assert client.wait() == 1, client.output
-    assert client.output.endswith(f"\nerror: {error}\n")
-    check_whole(server)
-
 
 @pytest.mark.builds("sanitized")
 @two_providers
@@ -190,8 +171,8 @@ def test_interrupted(serve, provider):
     for moment in "Borrowed", "Filled":
         client = server.start_client("400")
         client.wait_for(f"^{moment} ")
-        client.signal(signal.SIGINT)
-        check_failed(server, client, "interrupted")
+        client.interrupt()
+        check_whole(server)
     server.check_client()
     server.stop()
 
@@ -221,6 +202,4 @@ def test_bad_answers(run, build, provider):
         if not answer:
             for _ in range(20):  # it works while it waits for a message
                 server.process.write("wait")
-        assert server.client.wait() == 1
-        assert re.search(f"\nerror: {error}\n$", server.client.output), \
-            server.client.output
+        server.client.check_error(f"{error}\n\\Z")

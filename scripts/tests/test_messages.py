@@ -4,7 +4,6 @@ and others nothing: in each test, other clients come and go meanwhile."""
 import contextlib
 import os
 import re
-import signal
 import socket
 import struct
 import time
@@ -126,8 +125,7 @@ def test_in_a_session(meet, program, provider):
             if server.entry.files:  # it says why, and waits until its client leaves
                 while type_of(client.receive()) != FAILED:
                     pass
-                client.send(plain(BYE))
-                client.expect("Done")
+                client.leave()
 
 
 @two_providers
@@ -281,10 +279,7 @@ def test_ninth(run, serve, program, provider):
     time.sleep(1)
     assert server.process.output.count("Received CONNECT") == 8
     clients[4].send(server.entry.base(BYE))
-    for client in late:
-        assert client.wait() == 0, client.output + server.process.output
-        assert server.entry.success in client.output
-    assert not server.errors()
+    server.check_all(late)
     server.stop()
 
 
@@ -340,9 +335,8 @@ def test_bad_answers(run, build, program, provider):
             server.send(message, "(sent|failed)")
     # Who has seen one nonce does not know the next one: neither time nor a count.
     assert not guarded or len({server.nonce >> 16 for server in servers.values()}) > 1
-    for what, server in servers.items():
-        assert server.client.wait(30) == 1, (what, server.client.output)
-        assert "error: " in server.client.output, what
+    for server in servers.values():
+        server.client.check_error("", 30)
 
 
 @two_providers
@@ -375,9 +369,7 @@ def test_interrupted_while_waiting(run, build, program, provider):
         # The client has seen that one when this one has arrived.
         server.command(f"overwrite {addr} {key}", "written")
     assert server.client.popen.poll() is None, server.client.output
-    server.client.signal(signal.SIGINT)
-    assert server.client.wait() == 1
-    assert server.client.output.endswith("error: interrupted\n")
+    server.client.interrupt()
 
 
 # ---- Texts ----

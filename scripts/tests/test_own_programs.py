@@ -4,15 +4,15 @@ and compared, and nothing else takes notice of it, even if it is half done."""
 import os
 import re
 import shutil
-import signal
 import subprocess
-import sys
 
 import pytest
 
+import carry
 import chapters
-from harness import BUILD, PROGRAMS, address_of, under_strict
-from repository import ROOT, build_source, patched, programs, variant
+from harness import BUILD, PROGRAMS, AnyServer, under_strict, watch
+from repository import ROOT, build_source, programs, variant
+from test_strict import check_rules
 
 MINE = '#include <stdio.h>\n\nint main() { puts("mine"); }\n'
 HALF_DONE = "int main() {  \n  fi_something(;\n"
@@ -52,35 +52,17 @@ def test_beside_the_others(tmp_path):
 # ---- Programs that a page has the reader make: scripts/own ----
 
 def own(name):
-    return patched(f"scripts/own/{name}.patch")
+    return carry.text_of(f"own/{name}")
 
 
 def own_variant(name, *changes):
     return variant(name, *changes, source=lambda: own(name))
 
 
-class Made:
+def made(run, name, folder="", **env):
     """What a patch of scripts/own makes, or a variant of that: its server, and clients
-    for it. `env` is what both get."""
-
-    def __init__(self, run, name, folder="", **env):
-        self.run = run
-        self.env = env
-        self.path = f"{folder or build_source(name, own(name))}/{name}"
-        self.server = self.run([self.path], **self.env)
-        self.address = address_of(self.server)
-
-    def start(self, *args, **env):
-        return self.run([self.path, self.address, *args], **{**self.env, **env})
-
-    def stop(self):
-        """Ends the server, and returns its last line."""
-        self.server.signal(signal.SIGTERM)
-        assert self.server.wait() == 0
-        return self.server.output.splitlines()[-1]
-
-
-RULES = r"^strict: seen .* rules broken: (\d+) "
+    for it."""
+    return AnyServer(run, folder or build_source(name, own(name)), name, **env)
 
 
 # ---- A ping-pong and a feed ----
@@ -88,8 +70,8 @@ RULES = r"^strict: seen .* rules broken: (\d+) "
 @pytest.mark.thorough
 def test_ping(run):
     """Each round gets its own answer."""
-    ping = Made(run, "ping")
-    client = ping.start()
+    ping = made(run, "ping")
+    client = ping.start_client()
     assert client.wait() == 0 and "median" in client.output, client.output
     ping.stop()
 
@@ -103,11 +85,11 @@ WITHOUT_CREDIT = own_variant("feed", (CREDIT, ""))
 @pytest.mark.thorough
 def test_feed_of_whom(run):
     """The server checks what a client asks for, if it has not done so itself."""
-    made = Made(run, "feed", own_variant("feed", ("ParseNumber(args[1], kMaxSlots)",
+    feed = made(run, "feed", own_variant("feed", ("ParseNumber(args[1], kMaxSlots)",
                                                   "ParseNumber(args[1], 65)"))())
-    made.start("65", "300").wait()  # it doesn't wait for an answer
-    made.server.wait_for("error: bad message: so many slots")
-    made.stop()
+    feed.start_client("65", "300").wait()  # it doesn't wait for an answer
+    feed.process.wait_for("error: bad message: so many slots")
+    feed.stop()
 
 
 GREEDY = own_variant("feed", (OURS, ""), (CREDIT, ""), ("    if (!free.empty()", "    if (false"))
@@ -116,16 +98,16 @@ GREEDY = own_variant("feed", (OURS, ""), (CREDIT, ""), ("    if (!free.empty()",
 @pytest.mark.thorough
 def test_greedy(run):
     """Without either question, the sum of more items than slots is wrong."""
-    made = Made(run, "feed", GREEDY())
-    client = made.start("8", "8")
+    feed = made(run, "feed", GREEDY())
+    client = feed.start_client("8", "8")
     assert client.wait() == 0 and "The sum is correct." in client.output, client.output
     # Some runs may be right, by luck; hardly twenty of them.
     for _ in range(20):
-        client = made.start("8", "2000")
+        client = feed.start_client("8", "2000")
         if client.wait() != 0:
             break
     assert "the sum is not correct" in client.output, client.output
-    made.stop()
+    feed.stop()
 
 
 @pytest.mark.parametrize("late", [
@@ -133,46 +115,37 @@ def test_greedy(run):
 @pytest.mark.thorough
 def test_feed(run, late):
     """Each item comes once, and as it was made, on a network without order."""
-    feed = Made(run, "feed", **under_strict(run, **late))
-    clients = [feed.start(slots, "300") for slots in ("4" if late else "1", "8")]
+    feed = made(run, "feed", **under_strict(run, **late))
+    clients = [feed.start_client(slots, "300") for slots in ("4" if late else "1", "8")]
     for client in clients:
         assert client.wait() == 0, client.output
         assert "The sum is correct." in client.output
     feed.stop()
-    for process in feed.server, *clients:
-        assert re.findall(RULES, process.output, re.M) == ["0"], process.output
-
-
-def watched(run, program, *args, **env):
-    """What the recorder finds in a run over tcp."""
-    return subprocess.run(
-        [sys.executable, "scripts/watch/run.py", "-q", "-o", run.new_folder(), program, *args],
-        cwd=ROOT, check=False, capture_output=True, text=True,
-        env={**os.environ, "BUILD": BUILD, "FI_PROVIDER": "tcp", **env})
+    check_rules(feed.process, *clients)
 
 
 @pytest.mark.thorough
 def test_feed_without_ours_watched(run):
     """With strict.so behind it, the recorder names the buffer and the place."""
     for _ in range(3):
-        found = watched(run, f"{WITHOUT_OURS()}/feed", "8", "300", BEHIND=f"{BUILD}/strict.so")
-        if "WRONG" in found.stdout:
+        _, said = watch(run.new_folder(), f"{WITHOUT_OURS()}/feed", "8", "300",
+                        BEHIND=f"{BUILD}/strict.so")
+        if "WRONG" in said:
             break
-    assert " goes where WRITE #" in found.stdout, found
-    assert "was changed between post and completion" in found.stdout, found
+    assert " goes where WRITE #" in said, said
+    assert "was changed between post and completion" in said, said
 
 
 @pytest.mark.thorough
 def test_feed_without_credit(run):
     """The client finds it, or the server, and strict.so does not."""
-    feed = Made(run, "feed", WITHOUT_CREDIT(), **under_strict(run))
-    client = feed.start("8", "2000")
+    feed = made(run, "feed", WITHOUT_CREDIT(), **under_strict(run))
+    client = feed.start_client("8", "2000")
     assert client.wait() == 1
     assert ("error: the sum is not correct" in client.output
-            or "bad message: credit" in feed.server.output), client.output
+            or "bad message: credit" in feed.process.output), client.output
     feed.stop()
-    for process in feed.server, client:
-        assert re.findall(RULES, process.output, re.M) == ["0"], process.output
+    check_rules(feed.process, client)
 
 
 # ---- The patches ----
@@ -207,10 +180,10 @@ def test_copy(tmp_path, commands):
 
 @pytest.mark.static
 def test_own_patches():
-    """They fit to the letter, and what they make says what it is based on."""
+    """What they make says what it is based on."""
     for patch in os.listdir(f"{ROOT}/scripts/own"):
         name = patch.removesuffix(".patch")
-        source = patched(f"scripts/own/{patch}")
+        source = own(name)
         with open(f"{ROOT}/scripts/own/{patch}") as file:
             before, after = re.findall(r"(?m)^copy (?:from|to) src/(\w+)\.cpp$",
                                        file.read())

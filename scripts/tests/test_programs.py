@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS
+from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS, wait_until
 from marks import each_provider, two_providers
 from table import TABLE
 
@@ -33,7 +33,6 @@ def check_last_lines(server, count):
     assert list(last.values()) == ["100"] * count, server.process.output
 
 
-@pytest.mark.builds("plain")  # test_four_clients has the others
 @each_provider
 @pytest.mark.parametrize("program", PROGRAMS)
 @pytest.mark.every_program
@@ -68,7 +67,6 @@ def test_texts(serve, program, provider):
 SIZES = [(1, 1), (7, 1000), (64, 16000), (65528, 17)]
 
 
-@pytest.mark.builds("plain")  # it takes long
 @each_provider
 def test_sizes(serve, provider):
     """All write the pages in the same way, so one of them does it over each provider. The
@@ -81,7 +79,6 @@ def test_sizes(serve, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program", [
     "7_queue", pytest.param("14_strangers", marks=pytest.mark.thorough)])
 def test_progress_lines(serve, program):
@@ -99,12 +96,10 @@ def test_progress_lines(serve, program):
     # The first interval began with the request, and not with the first WRITE.
     assert all(after - before >= 0.9
                for before, after in zip(times, times[1:])), times
-    client.signal(signal.SIGINT)
-    assert client.wait() == 1
+    client.interrupt()
     server.stop()
 
 
-@pytest.mark.builds("plain")  # it takes long
 @pytest.mark.parametrize("program,provider", [
     *(("7_queue", p) for p in PROVIDERS), ("14_strangers", "")])
 def test_eagain(serve, program, provider):
@@ -142,7 +137,6 @@ def test_four_clients(serve, program, provider):
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @two_providers
 def test_busy(serve, provider):
     """As long as pages are written, neither side sleeps."""
@@ -153,14 +147,12 @@ def test_busy(serve, provider):
     before = [process.pauses() for process in both]
     time.sleep(1)
     assert max(process.pauses() - earlier for process, earlier in zip(both, before)) < 50
-    client.signal(signal.SIGINT)
-    client.wait()
+    client.interrupt()
     server.stop()
 
 
 # ---- Much at a time ----
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,provider,count", [
     *(pytest.param("7_queue", p, 8, id=f"7_queue-{p or 'default'}") for p in PROVIDERS
       if p != "udp;ofi_rxd"),  # as in test_four_clients
@@ -174,14 +166,12 @@ def test_crowd(serve, program, provider, count):
     server.process.wait_for(r"^\[1\] Received RandomFill")
     server.check_all([server.start_client(*server.entry.short) for _ in range(count)])
     assert long.popen.poll() is None, long.output
-    long.signal(signal.SIGINT)
-    assert long.wait(20) == 1
+    long.interrupt()
     server.process.wait_for(r"^\[1\] (Done|error)")
     server.check_client()
     server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("program,args", [("5_reverse", []), ("7_queue", ["8", "1", "1"]),
                                           ("14_strangers", ["8", "1", "1"])])
 def test_one_after_the_other(serve, program, args):
@@ -195,10 +185,7 @@ def test_one_after_the_other(serve, program, args):
             most = max(most, server.memory())
             continue
         # The session is closed soon after the client has gone.
-        end = time.monotonic() + 40
-        while server.memory() >= most + 10000:
-            assert time.monotonic() < end, (server.memory(), most)
-            time.sleep(0.05)
+        wait_until(lambda: server.memory() < most + 10000, 40)
     if program != "5_reverse":
         check_last_lines(server, CLIENTS)
     server.stop()
@@ -214,7 +201,6 @@ def hosts(network):
     return network.hosts
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("provider", ["", "udp;ofi_rxd"],
                          ids=["default", "udp;ofi_rxd"])
 def test_two_hosts(serve, hosts, provider):
@@ -225,7 +211,6 @@ def test_two_hosts(serve, hosts, provider):
         server.stop()
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.thorough
 def test_slow_cable(serve, network, hosts):
     """A transfer that takes longer than the limit of 10 s. The client would hear

@@ -17,8 +17,7 @@ from marks import not_over_verbs
 from messages import ACCEPT, BYE, fill_repeatedly, plain, type_of
 from repository import variant
 
-pytestmark = [pytest.mark.builds("plain"),
-              not_over_verbs("an adapter has one link")]
+pytestmark = not_over_verbs("an adapter has one link")
 # How often a link goes down: see above.
 LINKS = int(os.environ.get("LINKS", "1"))
 GIVEN_UP = r"rail \S+ is given up"
@@ -247,8 +246,7 @@ def test_number_of_a_client(run, serve):
     assert join(server, second, first) == first.number
     other.open_session()
     assert other.number != first.number
-    other.send(plain(BYE))
-    other.expect("Done")
+    other.leave()
     second.send(plain(BYE))
     first.expect("Done")
     server.check_client()

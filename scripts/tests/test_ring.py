@@ -7,13 +7,13 @@ import random
 import re
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 
-from harness import BUILD, LIBFABRIC_LEAKS, OVER_VERBS, PROVIDERS, owned_shm_files, under_strict
-from marks import not_over_verbs
+from harness import (BUILD, LIBFABRIC_LEAKS, PROVIDERS, owned_shm_files,
+                     under_strict, wait_until, watch)
+from marks import not_over_verbs, takes_shm
 from repository import QUICKLY, ROOT, make
 
 KILLS = int(os.environ.get("KILLS", "1"))
@@ -34,11 +34,8 @@ class Ring:
 
     def join(self):
         """Waits until each rank has found all others."""
-        end = time.monotonic() + 60
-        while not all(os.path.exists(f"{self.folder}/{rank}.right")
-                      for rank in range(len(self.ranks))):
-            assert time.monotonic() < end
-            time.sleep(0.005)
+        wait_until(lambda: all(os.path.exists(f"{self.folder}/{rank}.right")
+                               for rank in range(len(self.ranks))), 60)
 
     def check(self):
         """All have the right sums, and leave nothing behind."""
@@ -68,6 +65,7 @@ def ring(run, build):
     return lambda *args, **kwargs: Ring(run, build, *args, **kwargs)
 
 
+@pytest.mark.builds("plain", "sanitized")
 @pytest.mark.parametrize("count", [2, 3, 4, 7, 8])
 @pytest.mark.parametrize("provider", PROVIDERS)
 @pytest.mark.parametrize("floats", ["8", FLOATS])
@@ -76,6 +74,7 @@ def test_sums(ring, count, provider, floats):
     ring(count, floats, provider).check()
 
 
+@pytest.mark.builds("plain", "sanitized")
 def test_late_rank(run, build):
     """The others wait for a rank that starts late, and say so."""
     folder = f"{run.new_folder()}/run"
@@ -87,7 +86,6 @@ def test_late_rank(run, build):
     assert first.wait() == second.wait() == 0, first.output + second.output
 
 
-@pytest.mark.builds("plain")
 def test_stragglers(ring):
     """A rank stands still for a while, and then one that isn't its neighbour, which costs
     the others that time and no more. In between, nothing but signs of life tells them that
@@ -105,7 +103,6 @@ def test_stragglers(ring):
     some.check()
 
 
-@pytest.mark.builds("plain")
 @not_over_verbs("an emulated processor takes longer for all")
 def test_killed_rank(ring):
     """Each survivor hears of it, also one that is no neighbour of the dead. (Not over shm,
@@ -120,7 +117,6 @@ def test_killed_rank(ring):
 
 
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
 @not_over_verbs("an emulated processor takes longer for all")
 def test_stop(ring):
     """A rank that stands still for longer than others wait is given up, and ends, too."""
@@ -135,7 +131,6 @@ def test_stop(ring):
     assert some.ranks[1].wait(15) == 1, some.output()
 
 
-@pytest.mark.builds("plain")
 def test_interrupted(ring):
     """The one that is interrupted says so, and all end at once. Nothing is left."""
     some = ring(4, "64000000")
@@ -143,34 +138,27 @@ def test_interrupted(ring):
     time.sleep(0.2)
     some.ranks[3].signal(signal.SIGINT)
     some.check_failure(3, time.monotonic(), "interrupted", limit=8)
-    assert some.ranks[3].wait() == 1
-    assert some.ranks[3].output.endswith("error: rank 3 has failed: interrupted\n")
+    some.ranks[3].check_error("rank 3 has failed: interrupted\n\\Z")
 
 
-@pytest.mark.builds("plain")
 def test_others_have_other_arguments(run, build):
     """Whose left neighbour has another array is named."""
     folder = f"{run.new_folder()}/run"
     ranks = [run([f"{build}/15_ring", folder, str(rank), "3", "1000" if rank == 2 else "1001"])
              for rank in range(3)]
     for rank in ranks:
-        assert rank.wait(30) == 1
-        assert re.search("^error: rank [02] has failed: bad message: READY", rank.output, re.M)
+        rank.check_error("rank [02] has failed: bad message: READY", 30)
 
 
-@pytest.mark.builds("plain")
 def test_old_folder(run, build):
     """The addresses of an earlier run mislead nobody."""
     folder = run.new_folder()
     with open(f"{folder}/1.left", "w") as file:
         file.write("old")
     again = run([f"{build}/15_ring", folder, "1", "2"])
-    assert again.wait() == 1
-    assert again.output.endswith(
-        f"error: {folder}/1.left exists: each run needs a new folder\n")
+    again.check_error(f"{folder}/1.left exists: each run needs a new folder$")
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("arguments", [
     [], ["x"], ["x", "0"], ["x", "0", "1"], ["x", "2", "2"], ["x", "-1", "2"],
     ["x", "", "2"], ["x", "0", "65"], ["x", "0", "2.5"], ["x", "0", "4", "3"],
@@ -178,17 +166,15 @@ def test_old_folder(run, build):
 def test_wrong_arguments(run, build, arguments):
     wrong = run([f"{build}/15_ring", *arguments])
     assert wrong.wait() == 2
-    assert wrong.output.startswith("error: ") and "\nUsage:\n  15_ring FOLDER RANK N" in wrong.output
+    assert re.match(r"error: (.*\n)+?Usage:\n  15_ring FOLDER RANK N", wrong.output)
     assert not os.path.exists(f"{ROOT}/x")
 
 
-@pytest.mark.builds("plain")
 def test_help(run, build):
     said = run([f"{build}/15_ring", "--help"])
     assert said.wait() == 0 and said.output.startswith("Usage:\n  15_ring FOLDER RANK N")
 
 
-@pytest.mark.builds("plain")
 @pytest.mark.parametrize("count,floats,delay,times", [
     (3, "8000000", "3000", 1), (2, "100000", "50000", 3)], ids=["long", "late"])
 def test_ring_under_strict_rules(ring, run, count, floats, delay, times):
@@ -200,16 +186,7 @@ def test_ring_under_strict_rules(ring, run, count, floats, delay, times):
         assert len(re.findall("^strict: .*rules broken: 0 ", some.output(), re.M)) == count
 
 
-def watch(folder, program, *arguments, **env):
-    done = subprocess.run(
-        [sys.executable, "scripts/watch/run.py", "-q", "-o", str(folder), program, *arguments],
-        cwd=ROOT, env={**os.environ, "BUILD": BUILD, "FI_PROVIDER": "shm", **env}, text=True,
-        check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    return done.returncode, done.stdout
-
-
-@pytest.mark.builds("plain")
-@pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
+@takes_shm
 @pytest.mark.parametrize("floats,env", [
     ("8000000", {}), ("8000000", {"BEHIND": "build/strict.so"}),
     ("100000", {"BEHIND": "build/strict.so", "STRICT_LATE_WRITES_US": "200000"})],
@@ -217,26 +194,24 @@ def watch(folder, program, *arguments, **env):
 def test_watched_ring(tmp_path, floats, env):
     """Where each WRITE completes late, a block comes back as a sum before, and waits in its
     slot: our own WRITE still has the place where it goes."""
-    status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, **env)
+    status, said = watch(tmp_path, f"{BUILD}/15_ring", floats, provider="shm", **env)
     assert status == 0 and "No violation seen" in said and " of 3 processes" in said, said
 
 
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
-@pytest.mark.skipif(bool(OVER_VERBS) or "shm" not in PROVIDERS, reason="there is no shm here")
+@takes_shm
 def test_break_15(tmp_path):
     """All sums are right, and only the recorder in front of a late network sees it."""
     make("break-15", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
     for _ in range(5):
         status, said = watch(tmp_path / "run", f"{tmp_path}/break/15_ring", "8000000",
-                             BEHIND="build/strict.so")
+                             provider="shm", BEHIND="build/strict.so")
         if status:
             break
     assert status == 1 and re.search(
         r"^WRONG: rank \d, .* WRITE #\d+ goes where WRITE #\d+ goes", said, re.M), said
 
 
-@pytest.mark.builds("plain")
 def test_demo_of_peers():
     """With a line of each rank; it fails if they do, and leaves nothing running."""
     output = make("demo", CHAPTER="15_ring", ARGS="1000000")

@@ -8,13 +8,12 @@ import time
 import pytest
 
 from fakes import FakeClient, FakeServer
-from harness import BUILD, PROVIDERS, Server, provider_in, under_strict
+from harness import (BUILD, PROVIDERS, Server, provider_in, shares_of_a_core,
+                     under_strict)
 from marks import not_over_verbs, takes_strict
 from messages import TEXT, plain
 from repository import variant
 from test_strict import SHORT_DELAYS, check_rules
-
-pytestmark = pytest.mark.builds("plain")
 
 PROGRAM = "12_sleep"
 # Whether a completion queue has a descriptor. Adapters have, or not.
@@ -27,22 +26,12 @@ SLEEPY = 0.05
 STOPPABLE = [provider for provider in PROVIDERS if provider != "shm"]
 
 
-def shares_of_a_core(processes, seconds=2):
-    """How much of a core the main thread of each takes. The provider sockets has one of
-    its own, which polls as long as anything is in flight."""
-    def used():
-        return [process.cpu_seconds(main_thread=True) for process in processes]
-
-    before, started = used(), time.monotonic()
-    time.sleep(seconds)
-    passed = time.monotonic() - started
-    return [(now - earlier) / passed for now, earlier in zip(used(), before)]
-
-
 def check_asleep(processes):
+    """Of each, only the main thread is looked at: the provider sockets has one of its own,
+    which polls as long as anything is in flight."""
     # On a busy machine, the first seconds may still be about the start.
     for _ in range(3):
-        shares = shares_of_a_core(processes)
+        shares = shares_of_a_core(processes, 2, main_thread=True)
         if max(shares) < SLEEPY:
             return
     assert max(shares) < SLEEPY, shares
@@ -101,10 +90,7 @@ def test_client_asleep(serve):
         client.wait_for("^domain: ")
     check_asleep(clients)
     for client in clients:
-        client.signal(signal.SIGINT)
-    for client in clients:
-        assert client.wait() == 1, client.output
-        assert client.output.endswith("error: interrupted\n")
+        client.interrupt()
 
 
 def test_a_later_answer(run):
@@ -115,8 +101,7 @@ def test_a_later_answer(run):
         server.send(plain(TEXT) + text[:3:-1])
     assert server.receive()[:4] == plain(TEXT)
     server.send(plain(TEXT) + b"another")
-    assert server.client.wait(30) == 1
-    assert server.client.output.endswith("error: the text is not correct\n")
+    server.client.check_error("the text is not correct$", 30)
 
 
 # ---- No time-out wakes anybody ----

@@ -228,8 +228,7 @@ def test_short_messages(run, program):
     """efa-direct carries no message that is longer than a packet. A program asks for
     longer ones, and doesn't find this adapter."""
     server = run([f"{BUILD}/{program}"], "shm", **under_strict(run, STRICT_MAX_MSG="8192"))
-    assert server.wait() == 1
-    assert re.search("^error: fi_getinfo .*: No data available$", server.output, re.M)
+    server.check_error("fi_getinfo .*: No data available$")
 
 
 @pytest.mark.parametrize("program", ["5_reverse", "13_crowd"])
@@ -253,8 +252,7 @@ def test_late_refusal(run, strict):
                     STRICT_LATE_SENDS_US="600000000")
     client = run([f"{BUILD}/14_strangers", server.address, "65536", "100", "1"], "shm",
                  **{**server.env, "STRICT_DELAY_US": "0"})
-    assert client.wait() == 1
-    assert "error: refused: bad message: 100 pages\n" in client.output
+    client.check_error("refused: bad message: 100 pages$")
     other = server.check_client("65536", "5", "1", STRICT_LATE_SENDS_US="0")
     server.stop()
     check_rules(client, other, server.process)
@@ -300,9 +298,7 @@ class TestGpu:
         """A client that is told to take a GPU takes no other memory. It says what there
         isn't, and the server serves others."""
         server = strict(program, "shm", CUDA)
-        client = server.start_client(*ARGUMENTS[program], **env)
-        assert client.wait() == 1, client.output
-        assert re.search(f"^error: {reason}$", client.output, re.M), client.output
+        server.start_client(*ARGUMENTS[program], **env).check_error(f"{reason}$")
         server.check_client(*ARGUMENTS[program])
         server.stop()
         check_rules(server.process)

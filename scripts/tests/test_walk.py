@@ -13,8 +13,9 @@ import time
 import pytest
 
 import moves
-from harness import (BUILD, OVER_VERBS, PROVIDERS, First, Server, is_here, owned_shm_files,
-                     shares, wait_until, write_source)
+from harness import (BUILD, OVER_VERBS, PROVIDERS, AnyServer, Server, is_here, owned_shm_files,
+                     shares, under_strict, wait_until, write_source)
+from marks import takes_shm
 from repository import QUICKLY, ROOT, build_moves, make, variant
 from test_moves import position
 
@@ -26,14 +27,15 @@ SOON = "nothing has happened for 3 s"
 RXM = "tcp;ofi_rxm" if not OVER_VERBS and is_here("tcp;ofi_rxm") else ""
 
 
+def step_of(number):
+    return next(step for step in moves.steps() if step.startswith(f"{number}_"))
+
+
 def after(number, words):
     """Marks a test of a step's moves: those have to be there. One worker builds them."""
-    step = next((step for step in moves.steps() if step.startswith(f"{number}_")), None)
-    there = {moves.word(path) for path in moves.patches(step)} if step else set()
-    marks = [pytest.mark.xdist_group(f"moves of {step}"),
-             pytest.mark.skipif(not set(words.split()) <= there,
-                                reason=f"{number} has no such moves"),
-             *[pytest.mark.thorough] * (number > 7)]
+    step = step_of(number)
+    assert {*words.split()} <= {moves.word(path) for path in moves.patches(step)}, words
+    marks = [pytest.mark.xdist_group(f"moves of {step}"), *[pytest.mark.thorough] * (number > 7)]
     return lambda test: functools.reduce(lambda test, mark: mark(test), marks, test)
 
 
@@ -62,10 +64,6 @@ PROVIDERS_OF_ATOMICS = [name for name in PROVIDERS if name in ("", "shm")]
 over_tcp = pytest.mark.skipif(os.environ.get("RDMA", "") != "", reason="TCP's own ways")
 
 
-def step_of(number):
-    return next(step for step in moves.steps() if step.startswith(f"{number}_"))
-
-
 def name_of(number, word):
     """5.3"""
     return f"{number}.{position(step_of(number), word)}"
@@ -81,10 +79,10 @@ def path_of(number, word):
 def walk(run):
     """Starts the server of a move: walk(5, "loop")."""
     def start(number, word, provider="", *args, **env):
-        return First(run, *path_of(number, word).rsplit("/", 1), provider, *args, **env)
+        return AnyServer(run, *path_of(number, word).rsplit("/", 1), provider, *args, **env)
 
     def start_impatient(number, word, provider=""):
-        return First(run, IMPATIENT[number][word](), step_of(number), provider)
+        return AnyServer(run, IMPATIENT[number][word](), step_of(number), provider)
     start.impatient = start_impatient
     return start
 
@@ -153,7 +151,7 @@ def test_any_order(walk):
         assert text == ("two\n" if " 3 " in head else "x" * 60000 + "\n")
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @after(4, "parts stay")
 def test_closed_terminal(walk):
     """A signal closes nothing, and leaves the server's shared memory behind, until it only
@@ -235,7 +233,7 @@ def test_one_after_the_other(walk, still):
         assert second.wait() == 0 and "The text is correct" in second.output
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @after(5, "round")
 def test_places_of_the_dead(walk, still):
     """Over shared memory, nothing tells the server that eight clients were killed. The
@@ -281,10 +279,9 @@ def test_still(run, tmp_path):
 
 
 @pytest.fixture
-def late(tmp_path):
+def late(run):
     """For both sides of 6_write: a network that this machine hasn't got."""
-    return {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path),
-            "STRICT_PIECES": "16", "STRICT_DELAY_US": "200000"}
+    return under_strict(run, STRICT_PIECES="16", STRICT_DELAY_US="200000")
 
 
 @after(6, "write number")
@@ -331,9 +328,7 @@ def test_silent(walk, word):
         # On a busy machine, even what is in flight may take 3 s.
         assert any(client.wait() == 0 for client in clients)
         return
-    client = next(clients)
-    assert client.wait() == 1
-    assert f"error: {SOON} while waiting for the pages" in client.output
+    next(clients).check_error(f"{SOON} while waiting for the pages")
     # One PROGRESS is under way, and the server waits for it before it reports again. (On a
     # busy machine, the client may be gone before the first.)
     server.process.wait_for("error: WRITE failed: ")
@@ -353,18 +348,18 @@ def test_asleep(walk):
     assert any(seconds("awake") < 3 for _ in range(10))  # a busy machine may need some tries
 
 
-@pytest.mark.skipif("shm" not in PROVIDERS, reason="shm is not here")
+@takes_shm
 @after(6, "gpu flush")
 @pytest.mark.thorough
-def test_gpu(run, tmp_path):
+def test_gpu(run):
     """The copy has to end before the WRITE, and what has come has to be flushed. The
     stand-ins have a GPU, and an adapter for it."""
     names = {word: name_of(6, word) for word in ("gpu", "flush")}
     make(*(f"{BUILD}/cuda/{name}" for name in names.values()))
-    strict = {"LD_PRELOAD": f"{ROOT}/{BUILD}/strict.so", "STRICT_DIR": str(tmp_path)}
+    strict = under_strict(run)
     for one, other, right in [("gpu", "flush", False), ("flush", "gpu", False),
                               ("flush", "flush", True)]:
-        server = First(run, f"{BUILD}/cuda", names[one], "shm", "--gpu", **strict)
+        server = AnyServer(run, f"{BUILD}/cuda", names[one], "shm", "--gpu", **strict)
         client = run([f"{BUILD}/cuda/{names[other]}", "--gpu", server.address], "shm",
                      **strict)
         assert client.wait() == (not right)
@@ -433,8 +428,7 @@ def test_whole_or_not(run, walk):
             client.signal(signal.SIGKILL)
             assert os.listdir(folder) == ["file"]
             continue
-        assert client.wait() == 1
-        assert "error: the server: cannot write file.part: File too large" in client.output
+        client.check_error("the server: cannot write file.part: File too large")
         server.process.wait_for("Done")
         assert not os.listdir(folder)
 
@@ -500,15 +494,23 @@ def test_slow_owner(walk, provider):
 
 @pytest.fixture
 def walk_rails(run, network):
-    """Starts the server of a move of chapter 11 on one host. Its clients run on the other
-    one."""
+    """Starts the server of a move of chapter 11, or another one, on one host. Its clients run
+    on the other one."""
 
-    def start(word):
+    def start(word, path=None):
         network.wait()
-        server = First(run, *path_of(11, word).rsplit("/", 1), "tcp", netns=network.hosts[0])
+        server = AnyServer(run, *(path or path_of(11, word)).rsplit("/", 1), "tcp",
+                           netns=network.hosts[0])
         server.env = {"netns": network.hosts[1]}
         return server
     return start
+
+
+def plug_unequal(network):
+    """Two links, the second of which is slow."""
+    network.plug_all(2, mbits=400)
+    for host in 0, 1:
+        network.limit(host, "link2", 20)
 
 
 @over_tcp
@@ -516,9 +518,7 @@ def walk_rails(run, network):
 def test_slow_rail(network, walk_rails):
     """Dealt out, all pages wait for the slow link. Pulled, they still do, until each rail
     has only few in flight."""
-    network.plug_all(2, mbits=400)
-    for host in 0, 1:
-        network.limit(host, "link2", 20)
+    plug_unequal(network)
     for word in "listen", "pull", "dead":
         server = walk_rails(word)
         if word == "listen":
@@ -542,17 +542,12 @@ def test_slow_rail(network, walk_rails):
 
 @over_tcp
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
-def test_number_of_one_rail(run, network, tmp_path):
+def test_number_of_one_rail(network, walk_rails, tmp_path):
     """The number comes before the pages on another rail, if it waits for those on its own
     alone."""
-    network.plug_all(2, mbits=400)
-    for host in 0, 1:
-        network.limit(host, "link2", 20)
-    network.wait()
+    plug_unequal(network)
     make("break-11.one", *QUICKLY, f"BUILD={tmp_path}", "CUDA_HOME=")
-    server = First(run, f"{tmp_path}/break", "11.one", "tcp", netns=network.hosts[0])
-    server.env = {"netns": network.hosts[1]}
+    server = walk_rails("", f"{tmp_path}/break/11.one")
     client = first_wrong(server, "65536", "200", "1", times=5)
     assert client.output.endswith("Received RDMA WRITE to local memory.\n"
                                   "error: the data is not correct\n")
@@ -597,7 +592,6 @@ def test_cable(network, walk_rails):
 
 @over_tcp
 @pytest.mark.thorough
-@pytest.mark.builds("plain")
 def test_late_bytes(run, network, walk_rails, tmp_path):
     """What a rail that was given up has left in the kernel's queue arrives after the
     notification, nearly each time, and in no client that has closed its rails."""
@@ -645,8 +639,7 @@ def test_deaf_client(run, walk, tmp_path):
         deaf.wait_for("^Asked 30,000 times, and read nothing.$", 30)
         client = server.start_client()
         if word == "crowd":
-            assert client.wait() == 1
-            assert "nothing has happened for 10 s while waiting for ACCEPT" in client.output
+            client.check_error(f"{GIVEN_UP} while waiting for ACCEPT")
         else:
             assert client.wait() == 0, client.output
             server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it asks and does not read$")
@@ -690,7 +683,7 @@ def crowded(attack, server, count):
 @after(14, "nonce")
 def test_greeting(run, walk, attack):
     """A stranger ends a session whose messages carry no nonce, and none that has one."""
-    before = First(run, BUILD, "7_queue", "tcp")
+    before = AnyServer(run, BUILD, "7_queue", "tcp")
     for server in before, walk(14, "nonce", "tcp"):
         client = server.start_client("65536", "100", "1000000")
         server.process.wait_for(r"^\[1\] .*WRITE: ")
@@ -708,10 +701,9 @@ def test_greeting(run, walk, attack):
 @after(14, "nonce refuse")
 def test_reason(walk, attack):
     """A client that asks for nothing waits for it, until it is told."""
-    for word, said in ("nonce", GIVEN_UP), ("refuse", "error: refused: bad message: 0 pages"):
+    for word, said in ("nonce", GIVEN_UP), ("refuse", "refused: bad message: 0 pages"):
         server = walk(14, word, "tcp")
-        client = attack("empty", name_of(14, word), server.address)
-        assert client.wait() == 1 and said in client.output, client.output
+        attack("empty", name_of(14, word), server.address).check_error(said)
         server.process.wait_for(r"^\[1\] error: bad message: ")
 
 
@@ -722,8 +714,7 @@ def test_red(run, attack):
     stranger = attack("red", name_of(14, "refuse"))
     address = stranger.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
     client = run([path_of(14, "refuse"), address], "tcp")
-    assert client.wait() == 1
-    assert "error: refused: ?[31mThis is red.\n" in client.output
+    client.check_error(r"refused: \?\[31mThis is red\.$")
     assert stranger.wait() == 0
 
 
@@ -748,9 +739,9 @@ def test_flooded(walk, attack):
     for word in "refuse", "wait":
         server = walk(14, word, "tcp")
         crowded(attack, server, 20)
-        before = Server.memory(server)
+        before = server.memory()
         assert attack("flood", server.address, "500").wait() == 0
-        assert (Server.memory(server) > before + 20_000) == (word == "refuse")
+        assert (server.memory() > before + 20_000) == (word == "refuse")
 
 
 @pytest.mark.skipif(not is_here("tcp;ofi_rxm"), reason="others may take back what they have")
@@ -778,7 +769,7 @@ def test_family(walk, attack):
         time.sleep(2)
         client = server.start_client(*SHORT)
         if word == "wait":
-            assert client.wait() == 1 and GIVEN_UP in client.output, client.output
+            client.check_error(GIVEN_UP)
         else:
             assert client.wait() == 0, client.output
 
@@ -801,27 +792,23 @@ def test_large_share(run, walk):
 
 @over_tcp
 @after(14, "share files")
-def test_silent_connections(run, attack):
+def test_silent_connections(walk, attack):
     """Three hundred connections take all descriptors of a server that has 256."""
     for word in "share", "files":
-        path = path_of(14, word)
-        process = run(["sh", "-c", f"ulimit -Sn 256; exec {path}"], "tcp")
-        address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
-        attack("connect", address, "300").wait_for("^300 ")
-        wait_until(lambda: process.descriptors() >= 256, 30)
-        client = run([path, address, *SHORT], "tcp")
+        server = walk(14, word, "tcp", wrapper=["sh", "-c", 'ulimit -Sn 256; exec "$0"'])
+        attack("connect", server.address, "300").wait_for("^300 ")
+        wait_until(lambda: server.process.descriptors() >= 256, 30)
+        client = server.start_client(*SHORT)
         assert client.wait() == (word == "share"), client.output
         assert (GIVEN_UP in client.output) == (word == "share")
 
 
 @over_tcp
 @after(14, "share files")
-def test_closed_files(run):
+def test_closed_files(walk):
     """Without standard input and error, libfabric's first files take their numbers."""
     for word in "share", "files":
-        path = path_of(14, word)
-        process = run(["sh", "-c", f"exec {path} <&- 2>&-"], "tcp")
-        address = process.wait_for(r"^ .* ([0-9a-f]+)\n")[1]
-        files = {os.readlink(f"/proc/{process.popen.pid}/fd/{fd}") for fd in (0, 2)}
+        server = walk(14, word, "tcp", wrapper=["sh", "-c", 'exec "$0" <&- 2>&-'])
+        files = {os.readlink(f"/proc/{server.process.popen.pid}/fd/{fd}") for fd in (0, 2)}
         assert (files == {"/dev/null"}) == (word == "files")
-        assert word == "share" or run([path, address, *SHORT], "tcp").wait() == 0
+        assert word == "share" or server.start_client(*SHORT).wait() == 0

@@ -11,6 +11,7 @@ import xml.dom.minidom
 
 import pytest
 
+import harness
 from fakes import FakeClient
 from harness import BUILD, OVER_VERBS, PROGRAMS, PROVIDERS, ROOT, Server
 from messages import ACCEPT, WAIT, base
@@ -64,19 +65,12 @@ MISTAKES = {
 }
 
 
-def watch(folder, program, *arguments, provider="tcp", **env):
-    """Runs server and client of a program with the recorder. Returns the exit status, what
-    was printed, and the run."""
-    env = {**os.environ, "BUILD": BUILD, **env}
-    if provider:
-        env["FI_PROVIDER"] = provider
-    done = subprocess.run(
-        [sys.executable, "scripts/watch/run.py", "-q", "-o", str(folder), program,
-         *arguments], cwd=ROOT, env=env, text=True, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def watch(folder, program, *arguments, **env):
+    """Also returns the run, as the model has it."""
+    status, output = harness.watch(folder, program, *arguments, **env)
     run = model.load(str(folder), f"{ROOT}/src/{os.path.basename(program)}.cpp")
-    assert run, done.stdout
-    return done.returncode, done.stdout, run
+    assert run, output
+    return status, output, run
 
 
 def rules(found):
@@ -123,14 +117,6 @@ def test_no_false_alarm(tmp_path, program, provider):
     assert "RECV completed: " in (tmp_path / "trace.txt").read_text()
 
 
-def test_behind(tmp_path):
-    """With a library between itself and libfabric, it sees what the program sees."""
-    status, output, run = watch(tmp_path, f"{BUILD}/6_write",
-                                BEHIND=os.path.abspath(f"{ROOT}/{BUILD}/strict.so"))
-    assert status == 0, output
-    assert not run.wrongs, output
-
-
 # What the recorder names in the broken programs, over plain tcp, and what they are run with.
 BREAKS = {"2_first": ("flight", [], {}),
           "10_lock": ("words", ["100"], {"CLIENTS": "2", "HOLD_MS": "10"})}
@@ -174,8 +160,7 @@ def test_by_hand(run, tmp_path):
     server = Server(run, BUILD, "7_queue", "tcp", **env)
     client = server.start_client("1048576", "16", "100000")
     server.process.wait_for("WRITE: ", timeout=30)
-    client.signal(signal.SIGKILL)
-    client.wait()
+    client.kill()
     server.process.wait_for(r"^\[1\] error: ", timeout=60)
     server.check_client("4096", "64", "1")
     server.stop()

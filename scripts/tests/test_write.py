@@ -37,14 +37,6 @@ def test_excerpts_and_tables(tmp_path):
     assert not chapters.check_excerpts(found) + chapters.check_moves(found)
 
 
-def test_closest():
-    """A part that has become longer, and whose first line is another one; nothing like it."""
-    source = "}|int Take() {|  Look();|  if (!ready) return;|  Use();|  return 1;|}|}".split("|")
-    part = "void Take() {|  Look();|  Use();|  return 1;|}".split("|")
-    assert write.closest(part, source) == range(1, 7)
-    assert write.closest(["void Give() {", "  Post();", "}"], source) is None
-
-
 @pytest.mark.parametrize("shown,printed,after", [
     ("a\nSent 13 bytes\nc", "a\nSent 13 bytes!\nc", "a\nSent 13 bytes!\nc"),
     ("took 1.5 s\nold", "took 2.5 s\nnew", "took 1.5 s\nnew"),

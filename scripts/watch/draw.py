@@ -427,10 +427,6 @@ def wide(content):
                7.8 for c in content)
 
 
-def fits(content, width):
-    return wide(content) + 8 <= width
-
-
 def draw_lane(run, lane, axis):
     yield text(LABEL - 10, lane.y + 11, lane.name, "small end")
     if not lane.thin:
@@ -471,7 +467,7 @@ def lane_words(lane, axis):
         timed = f"{content}, {span(t1 - t0)}" if owner == "flight" and content[:4] != "RECV" else ""
         short = content.split(" is ")[-1].split(":")[0].split(",")[0]
         for shown in (timed, content, short, short.split(" ")[-1]):
-            if shown and fits(shown, width):
+            if shown and wide(shown) + 8 <= width:
                 yield text(x + width / 2, lane.y + lane.height / 2 + 5, shown,
                            "small middle" + (" ink" if owner == "touch" else ""))
                 break

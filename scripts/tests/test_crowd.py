@@ -8,6 +8,7 @@ import os
 import random
 import re
 import signal
+import socket
 import threading
 import time
 
@@ -216,6 +217,25 @@ def test_rare_requests(run):
     check_crowd(server.start_client("3", "2", "9000"), 3, 2)
     server.process.wait_for(r"^\[[0-9a-f]{16}\] forgotten: it has been silent for long")
     server.stop()
+
+
+def test_next_server(run):
+    """A client that asks rarely may outlive its server, and goes on with the next one
+    that has the same address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    ports = {"FI_TCP_PORT_LOW_RANGE": port, "FI_TCP_PORT_HIGH_RANGE": port}
+    server = Server(run, SMALL(), PROGRAM, **ports)
+    server.env = {}  # a client takes any port
+    client = server.start_client("1", "2", "5000")
+    client.wait_for("1 clients are connected")
+    server.stop()
+    successor = Server(run, SMALL(), PROGRAM, **ports)
+    assert successor.address == server.address
+    check_crowd(client, 1, 2)
+    successor.process.wait_for("^1 clients, 1 texts so far")
+    successor.stop()
 
 
 def test_forgotten(run):

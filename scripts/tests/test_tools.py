@@ -276,20 +276,6 @@ def test_old_python():
         assert not newer.search(source), (path, newer.search(source)[0])
 
 
-@pytest.mark.static
-def test_blank_in_the_path(tmp_path):
-    """make would say that there is no rule, or leave out half of a command."""
-    done = subprocess.run(["make", "BUILD=x y", "help"], cwd=ROOT, check=False, text=True,
-                          capture_output=True)
-    assert done.returncode and "BUILD has to be the name of one folder" in done.stderr
-    folder = tmp_path / "a b"
-    folder.mkdir()
-    shutil.copy(f"{ROOT}/Makefile", folder)
-    done = subprocess.run(["make", "help"], cwd=folder, check=False, text=True,
-                          capture_output=True)
-    assert done.returncode and f"must not have blanks; it is '{folder}'" in done.stderr
-
-
 def left_running(path):
     """The processes that run this very program."""
     found = []

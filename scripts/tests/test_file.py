@@ -458,7 +458,7 @@ def test_senders_that_go(run, serve, provider):
     """Senders that are killed at any moment, and one that says no more. Nothing is left of
     their files: the server waits for 10 s at most. It waits longer for one that says that
     it is still at it. None of them costs others anything."""
-    server = serve("9_file", provider, SLOW_DISK_MS="100", **LIBFABRIC_LEAKS)
+    server = serve("9_file", provider, SLOW_DISK_MS="300", **LIBFABRIC_LEAKS)
     silent, alive = FileSender(run, server), FileSender(run, server)
     silent.put(b"silent", size=1000 * MIB, slots=8)
     alive.put(b"alive", size=1000 * MIB, slots=8)

@@ -160,9 +160,10 @@ def test_only_from_here(run, serve, provider):
         else:
             server = serve(program, provider, **variables)
         check_only_from_here(server.process, provider)
-        # So that its client is there for a while.
-        server.process.signal(signal.SIGSTOP)
-        client = server.start_client()
-        check_only_from_here(client, provider)
-        for process in client, server.process:
-            process.kill()
+        if program != "2_first":  # whose client may be done before the server has anything
+            # So that its client is there for a while.
+            server.process.signal(signal.SIGSTOP)
+            client = server.start_client()
+            check_only_from_here(client, provider)
+            client.kill()
+        server.process.kill()

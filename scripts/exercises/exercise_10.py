@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.builds("plain")
-
 LEASE = 1  # s
 
 

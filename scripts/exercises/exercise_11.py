@@ -3,10 +3,6 @@
 
 import re
 
-import pytest
-
-pytestmark = pytest.mark.builds("plain")
-
 PAGE = 65536  # bytes
 MOST = 256  # pages: 16 MiB
 TAIL = 0.1  # s

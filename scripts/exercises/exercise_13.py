@@ -6,8 +6,6 @@ import time
 
 import pytest
 
-pytestmark = pytest.mark.builds("plain")
-
 
 def crowd(server, *arguments):
     """Some clients in a process, once they are connected."""

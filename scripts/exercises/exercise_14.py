@@ -6,8 +6,6 @@ import pytest
 from fakes import FakeClient
 from messages import BYE, WAIT, base, type_and_nonce
 
-pytestmark = pytest.mark.builds("plain")
-
 
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 def test_one_place(run, serve, provider):

@@ -6,10 +6,6 @@ import re
 import signal
 import time
 
-import pytest
-
-pytestmark = pytest.mark.builds("plain")
-
 
 def ranks_of(run, build, count, floats, stopped=None):
     """Runs a ring, and stops one of its ranks for a while. Returns each rank's three

@@ -3,8 +3,6 @@ the server prints both: `Received 13 bytes (data: 13): Hello, world!`."""
 
 import pytest
 
-pytestmark = pytest.mark.builds("plain")
-
 
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 def test_length_comes_along(serve, provider):

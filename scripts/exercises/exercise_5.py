@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.builds("plain")
-
 
 def lines_of(process, verb):
     """Returns the texts that the client has printed after this verb, in order."""

@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.builds("plain")
-
 
 @pytest.mark.parametrize("provider", ["", "shm"], ids=["default", "shm"])
 def test_count(serve, provider):

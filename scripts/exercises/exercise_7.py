@@ -5,8 +5,6 @@ import re
 
 import pytest
 
-pytestmark = pytest.mark.builds("plain")
-
 
 def transfer(server, page_size, num_pages, repeat):
     """Has pages written. Returns how often there was no room for an operation,

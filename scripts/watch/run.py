@@ -13,7 +13,6 @@ library to load behind watch.so, such as build/strict.so.
 
 Exits with the status of the client, with 1 if a rule was broken."""
 
-import _thread
 import argparse
 import glob
 import os
@@ -38,6 +37,17 @@ SMALL = {"7": ["4096", "500", "1"], "8": ["4"], "10": ["3"], "11": ["4096", "500
          "13": ["3", "20"], "14": ["4096", "500", "1"]}
 
 
+nobody_reads = threading.Event()  # what we print: `make watch-2 | head`
+
+
+def may_wait(end):
+    """Throws, as Ctrl-C does, when the time is over or nobody reads any more. (An interrupt
+    by a thread might come while a process starts, and nobody would end that.)"""
+    if nobody_reads.is_set() or time.monotonic() > end:
+        raise KeyboardInterrupt
+    time.sleep(0.02)
+
+
 class Running:
     """A process, and what it has printed."""
     def __init__(self, command, name, folder, scratch, quiet):
@@ -57,9 +67,9 @@ class Running:
             try:
                 if not quiet:
                     print(f"{name} | {line}", end="", flush=True)
-            except BrokenPipeError:  # `make watch-2 | head`: then all end, as by Ctrl-C
+            except BrokenPipeError:
                 quiet = True
-                _thread.interrupt_main()
+                nobody_reads.set()
 
     def address(self, end):
         """Waits for what the server prints for its clients."""
@@ -74,7 +84,7 @@ class Running:
                     "error: the server has printed no address. Start the processes by hand, each "
                     "with WATCH=build/run1 LD_PRELOAD=build/watch.so in front, and then type: "
                     "make watch DIR=build/run1")]))
-            time.sleep(0.02)
+            may_wait(end)
 
     def end(self):
         """Waits for its end, and kills it at last."""
@@ -115,10 +125,10 @@ def run(options, folder, scratch, source):
             address = servers[0].address(end)
             clients += [start(f"client {i + 1}" if count > 1 else "client", address, *arguments)
                         for i in range(count or 1)]
-        for client in clients:
-            client.popen.wait(max(end - time.monotonic(), 0.1))
+        while any(client.popen.poll() is None for client in clients):
+            may_wait(end)
         time.sleep(0.2)  # what the server still has to do for them
-    except (KeyboardInterrupt, subprocess.TimeoutExpired):
+    except KeyboardInterrupt:
         pass  # what there is, is drawn
     finally:
         for process in clients + servers:

@@ -1011,7 +1011,7 @@ void ServerMain(const char* program, bool gpu) {
         completions += listener.Poll();
         for (size_t i = listener.inbox.size(); i > 0; --i) {
           Message message = *listener.Take();
-          // Who has waited for this long has given up, and would take a place.
+          // Whoever has waited this long has given up, and would take a place.
           if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
           const std::string& body = BodyOf(message, AppMessageType::kConnect);
           std::string id = body.substr(0, kIdSize);

@@ -653,7 +653,7 @@ void ServerMain(const char* program) {
       // The others wait in the inbox, until a client leaves.
       while (clients.size() < kMaxClients && !listener.inbox.empty()) {
         Message message = *listener.Take();
-        // Who has waited for this long has given up, and would take a place.
+        // Whoever has waited this long has given up, and would take a place.
         if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
         Address addr = BodyOf(message, AppMessageType::kConnect);
         printf("[%zu] Received CONNECT message from client %s\n", ++num_clients,

@@ -20,7 +20,7 @@ pytest.register_assert_rewrite("harness", "fakes", "repository")
 
 from harness import (BUILD, OVER_VERBS, Process, Server, owned_shm_files,  # noqa: E402
                      provider_in, remove_stale_shm_files)
-from links import Network  # noqa: E402
+from links import Network, enter_own_network  # noqa: E402
 from repository import ALL  # noqa: E402
 from table import EXAMPLES, TABLE  # noqa: E402
 
@@ -35,6 +35,8 @@ def pytest_configure(config):
     config.addinivalue_line(
         "markers", "every_program: with each of them, also where only examples are tried")
     config.addinivalue_line("markers", "long: it waits for more than half a minute")
+    if not OVER_VERBS:  # an RDMA device stays behind, with its adapter
+        enter_own_network()
 
 
 def pytest_collection_modifyitems(config, items):

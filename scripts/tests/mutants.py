@@ -427,9 +427,9 @@ CHANGES = {
         "ring-credit": ("if ({-posted >= credit-}{+credit == 0+}) return;",
             "ring: test_ring_under_strict_rules and long"),
         "ring-slot-in-flight": ("{-if (posted >= kSlots && !written[posted - kSlots]) return;-}",
-            "ring: test_watched_ring and strict"),
-        "ring-own-write": ("{-if (taken >= half && !written[taken - half]) return;-}",
             "ring: test_watched_ring and late"),
+        "ring-own-write": ("{-if (taken >= half && !written[taken - half]) return;-}",
+            "ring: test_watched_ring and later"),
         "ring-number": ("      {-arrived[number - 1-}{+static size_t num_arrived = 0;\n"
             "      arrived[num_arrived+++}] = true;", "ring: test_ring_under_strict_rules"),
         "ring-alive": ("{-session.Send(AppMessageType::kProgress);-}", "ring: test_stragglers"),

@@ -3,6 +3,7 @@ network namespaces."""
 
 import ctypes
 import os
+import shutil
 import subprocess
 
 import pytest
@@ -31,7 +32,7 @@ def enter_own_network():
     there: 1 in 7,000 each time, but a client tries for 10 s."""
     libc = ctypes.CDLL(None)
     shared = os.open("/proc/self/ns/net", os.O_RDONLY)
-    if libc.unshare(CLONE_NEWNET) == 0:
+    if shutil.which("ip") and libc.unshare(CLONE_NEWNET) == 0:
         done = subprocess.run(["ip", "-batch", "-"], input=OWN_NETWORK, text=True,
                               check=False, capture_output=True)
         if done.returncode != 0:

@@ -34,7 +34,7 @@ int main() {
   static size_t tries[2] = {};
   Domain domain;
   std::shared_ptr<Peer> peers[2];
-  Mailbox mailbox(domain);
+  Mailbox mailbox(domain, kClientRecvCount);
   struct fi_ops_msg full = *mailbox.endpoint.ep.ptr->msg;
   full.send = [](struct fid_ep*, const void*, size_t, void*, fi_addr_t addr, void*) {
     ++tries[addr];

@@ -323,12 +323,13 @@ def test_idle(serve):
 
 @two_providers
 def test_idle_in_a_session(run, serve, provider):
-    """A client that says nothing keeps its server as quiet."""
+    """A client that says nothing keeps its server as quiet, also after one that has gone."""
     # Those that lend memory poll while they have clients, whose READs and WRITEs may need it.
     servers = [serve(program, provider) for program in PROGRAMS
                if program not in ("8_malloc", "10_lock", "13_crowd")]
     for server in servers:
         if server.entry.bad_sessions:
+            server.check_client()
             FakeClient(run, server).open_session()
     time.sleep(1)
     assert [server.program for server in busy(servers)] == []

@@ -70,6 +70,7 @@ CHANGES = {
             "strict: test_rules and default"),
     },
     "5_reverse": {
+        "age": ("{-message.arrived_at-}{+listener.heard_at+} > kSilence", "messages: test_gave_up"),
         "kept-after-a-failure": ("    {+if (error.empty()) +}--done.buf->in_flight;",
             "messages: test_at_the_door"),
         "overwritten": ("if ({-send_buf.in_flight == 0 && -}!outbox.empty())",
@@ -111,6 +112,7 @@ CHANGES = {
             "strict: test_short_messages"),
     },
     "7_queue": {
+        "busy-again": ("    {+static +}bool busy", "failures: test_idle_in_a_session"),
         "overwritten-of-7": ("{-while (i < send_bufs.size() && send_bufs[i].in_flight > 0) ++i;-}",
             "strict: test_late_sends"),
         "session-last": (
@@ -258,6 +260,7 @@ CHANGES = {
             "file: test_bad_answers"),
     },
     "10_lock": {
+        "own-seat": ("seat = {-seat-}{+(num_clients - 1) % kMaxClients+};", "lock: test_seats"),
         "compare": ("turn.Word()) {-== expected.Word()-}{+!= ~uint64_t{0}+};",
             "lock: test_slow_holder"),
         "lease": ("} else if (Clock::now() - changed_at > {-kLease-}{+1h+}) {",
@@ -318,6 +321,7 @@ CHANGES = {
         "rail-away": ("constexpr auto kRailLimit = {-4s-}{+1s+};", "rails: test_link_away"),
     },
     "12_sleep": {
+        "sleeps-again": ("int(limit.count(){+ * 0 - 1+})", "sleep: test_gives_up"),
         "sleep": ("{-now >= domain.poll_at && silence < kSpin-}{+silence < 1h+}) {",
             "sleep: test_asleep"),
         "sleep-empty-wakes": ("can_be_woken{- && domain.empty_wakes < kEmptyWakes-}) {",

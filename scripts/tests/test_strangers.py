@@ -110,9 +110,9 @@ def test_byes_of_strangers(run, serve, provider):
     server.stop()
 
 
-def readme_says():
-    """What README has its reader type on a network of strangers."""
-    with open(f"{ROOT}/README.md") as file:
+def appendix_says():
+    """What the reader types on a network of strangers."""
+    with open(f"{ROOT}/chapters/appendix_setup.md") as file:
         line = re.search("^export (.*_IFACE=.*)$", file.read(), re.M)[1]
     return dict(word.split("=") for word in line.split())
 
@@ -149,9 +149,9 @@ def check_only_from_here(process, provider):
 @not_over_verbs("an adapter listens wherever it is")
 @each_provider
 def test_only_from_here(run, serve, provider):
-    """After the line that README has one type on a network of strangers, nobody else
+    """After the line that one types on a network of strangers, nobody else
     reaches a program, server or client, over any provider."""
-    variables = readme_says()
+    variables = appendix_says()
     for program in ["2_first", *PROGRAMS]:
         if program == "2_first":
             server = AnyServer(run, BUILD, program, provider, **variables)

@@ -58,7 +58,6 @@ constexpr auto kContactGrace = 500ms;      // that a client stays, at least
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
-constexpr size_t kPageAlign = 4096;        // bytes
 constexpr size_t kMaxPageSize = 1 << 20;   // bytes
 constexpr size_t kMaxPages = 16000;        // their indices fit into a message
 constexpr size_t kMaxTransfer = 64 << 20;  // bytes, all pages of a client
@@ -257,17 +256,20 @@ std::list<Domain> OpenDomains(bool gpu) {
 // Memory, and the function that frees it.
 using Memory = std::unique_ptr<char[], void (*)(void*)>;
 
-// Allocates whole pages of zeros. Writing the zeros makes sure that each page
-// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+// Allocates zeros. Writing them makes sure that each page exists, which a
+// provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
   // Much memory is on huge pages, which need fewer entries in the page tables.
-  size_t align = size < kHugePageSize ? kPageAlign : kHugePageSize;
-  size_t rounded = (size + align - 1) / align * align;
-  Memory data(static_cast<char*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) throw std::bad_alloc();
-  if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
-  memset(data.get(), 0, rounded);
-  return data;
+  if (size >= kHugePageSize) {
+    size_t rounded = (size + kHugePageSize - 1) / kHugePageSize * kHugePageSize;
+    auto* data = static_cast<char*>(aligned_alloc(kHugePageSize, rounded));
+    if (data == nullptr) throw std::bad_alloc();
+    madvise(data, rounded, MADV_HUGEPAGE);
+    memset(data, 0, rounded);
+    return Memory(data, free);
+  }
+  return Memory(new char[size](),
+                [](void* data) { delete[] static_cast<char*>(data); });
 }
 
 // Memory of a GPU. All calls of CUDA are at the end of this file.

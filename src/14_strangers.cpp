@@ -65,7 +65,6 @@ constexpr size_t kMaxContacts = 256;  // that are told from one endpoint
 constexpr auto kTellPeriod = 5s;      // in which it tells them
 constexpr auto kTellGrace = 1s;       // for what it has told to arrive
 
-constexpr size_t kPageAlign = 4096;         // bytes
 constexpr size_t kMaxPageSize = 1 << 20;    // bytes
 constexpr size_t kMaxPages = 16000;         // their indices fit into a message
 constexpr size_t kMaxTransfer = 512 << 20;  // bytes, all pages of all clients
@@ -236,17 +235,20 @@ struct Domain {
 // Memory, and the function that frees it.
 using Memory = std::unique_ptr<char[], void (*)(void*)>;
 
-// Allocates whole pages of zeros. Writing the zeros makes sure that each page
-// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+// Allocates zeros. Writing them makes sure that each page exists, which a
+// provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
   // Much memory is on huge pages, which need fewer entries in the page tables.
-  size_t align = size < kHugePageSize ? kPageAlign : kHugePageSize;
-  size_t rounded = (size + align - 1) / align * align;
-  Memory data(static_cast<char*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) throw std::bad_alloc();
-  if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
-  memset(data.get(), 0, rounded);
-  return data;
+  if (size >= kHugePageSize) {
+    size_t rounded = (size + kHugePageSize - 1) / kHugePageSize * kHugePageSize;
+    auto* data = static_cast<char*>(aligned_alloc(kHugePageSize, rounded));
+    if (data == nullptr) throw std::bad_alloc();
+    madvise(data, rounded, MADV_HUGEPAGE);
+    memset(data, 0, rounded);
+    return Memory(data, free);
+  }
+  return Memory(new char[size](),
+                [](void* data) { delete[] static_cast<char*>(data); });
 }
 
 // Memory of a GPU. All calls of CUDA are at the end of this file.

@@ -55,7 +55,6 @@ constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
 constexpr auto kLeaveLimit = 2s;           // for the neighbours' last words
 
-constexpr size_t kPageAlign = 4096;       // bytes
 constexpr size_t kMaxRanks = 64;          // so that all sums are exact
 constexpr size_t kMaxFloats = 1 << 30;    // that a rank has
 constexpr size_t kBlockSize = 256 << 10;  // bytes in a WRITE, at most
@@ -186,17 +185,20 @@ struct Domain {
 // Memory, and the function that frees it.
 using Memory = std::unique_ptr<char[], void (*)(void*)>;
 
-// Allocates whole pages of zeros. Writing the zeros makes sure that each page
-// exists, which a provider may demand before registration (FI_MR_ALLOCATED).
+// Allocates zeros. Writing them makes sure that each page exists, which a
+// provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
   // Much memory is on huge pages, which need fewer entries in the page tables.
-  size_t align = size < kHugePageSize ? kPageAlign : kHugePageSize;
-  size_t rounded = (size + align - 1) / align * align;
-  Memory data(static_cast<char*>(aligned_alloc(align, rounded)), free);
-  if (data == nullptr) throw std::bad_alloc();
-  if (align == kHugePageSize) madvise(data.get(), rounded, MADV_HUGEPAGE);
-  memset(data.get(), 0, rounded);
-  return data;
+  if (size >= kHugePageSize) {
+    size_t rounded = (size + kHugePageSize - 1) / kHugePageSize * kHugePageSize;
+    auto* data = static_cast<char*>(aligned_alloc(kHugePageSize, rounded));
+    if (data == nullptr) throw std::bad_alloc();
+    madvise(data, rounded, MADV_HUGEPAGE);
+    memset(data, 0, rounded);
+    return Memory(data, free);
+  }
+  return Memory(new char[size](),
+                [](void* data) { delete[] static_cast<char*>(data); });
 }
 
 // 3. Registered memory: the adapter may use it, for FI_SEND, FI_RECV ...

@@ -48,7 +48,7 @@ CHANGES = {
               "std::this_thread::sleep_for(kIdlePause);"),
     "small-pages": ("buffers not on huge pages", "MADV_HUGEPAGE", "MADV_NOHUGEPAGE"),
     "untouched": ("the client's memory not touched beforehand",
-                  "memset(data.get(), 0, rounded);", ""),
+                  "memset(data, 0, rounded);", ""),
     "no-delivery": ("a WRITE is complete when it has left (tcp)",
                     "op_flags = FI_DELIVERY_COMPLETE;", "op_flags = 0;"),
     "outstanding-1": ("1 WRITE in flight at most",

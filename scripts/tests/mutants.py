@@ -169,7 +169,7 @@ CHANGES = {
             "strict: test_rules and not gpu"),
         "strict-descriptor": ("void* desc = {-fi_mr_desc(op->buf->mr)-}{+nullptr+};",
             "strict: test_rules and not gpu"),
-        "strict-pages": ("{-memset(data.get(), 0, rounded);-}", "strict: test_rules and not gpu"),
+        "strict-pages": ("{-memset(data, 0, rounded);-}", "strict: test_rules and not gpu"),
         "strict-mode": ("FI_CONTEXT{- | FI_CONTEXT2-};", "strict: test_rules and not gpu"),
         "gpu-mode": ("{-hints->domain_attr->mr_mode |= FI_MR_HMEM;-}",
             "strict: test_rules and gpu"),

@@ -428,8 +428,8 @@ enum class AppMessageType : uint32_t {
   kPut = 6,       // client: take this file
   kProgress = 7,  // either side: I am still at it
   kReady = 8,     // server: these slots are yours, and all of them are free
-  kChunk = 9,     // client: a chunk is in each of these slots
-  kCredit = 10,   // server: these slots are free again
+  kChunk = 9,     // client: a chunk is in this slot
+  kCredit = 10,   // server: this slot is free again
   kSaved = 11,    // server: the file is safe on disk
   kFailed = 12,   // server: it cannot be saved; followed by the reason
 };

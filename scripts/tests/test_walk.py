@@ -322,7 +322,7 @@ def test_no_word(walk):
 def test_silent(walk, word):
     """A client that hears nothing gives up, although its pages arrive. First a message has
     no turn, then its turn comes after all WRITEs, then after those that are in flight."""
-    server = walk.impatient(7, word, "tcp")
+    server = walk.impatient(7, word, RXM)
     clients = (server.start_client("65536", "1000", "5") for _ in range(3))
     if word == "flight":
         # On a busy machine, even what is in flight may take 3 s.
@@ -340,7 +340,7 @@ def test_silent(walk, word):
 def test_asleep(walk):
     """Over tcp, a page takes a whole millisecond as long as both sides sleep."""
     def seconds(word):
-        server = walk(7, word, "tcp")
+        server = walk(7, word, RXM)
         assert server.start_client("65536", "1000", "3").wait() == 0
         server.process.wait_for("WRITE: 100%")
         return float(re.findall(r"\[([0-9.]+)s\] WRITE: 100%", server.process.output)[-1])

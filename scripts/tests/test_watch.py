@@ -39,7 +39,7 @@ MISTAKES = {
     "context-freed": ("captured", [], variant(
         "2_first", ("fi_context2 context = {};", "fi_context2& context = *new fi_context2();"),
         (WAITING, "  if (!server) delete &context;\n" + WAITING))),
-    # Both SENDs are posted before the server can have closed its endpoint.
+    # Both SENDs are posted, usually before the server has closed its endpoint.
     "no-recv": ("room", [], variant("2_first", ("  ssize_t posted;\n", (
         "  ssize_t posted;\n  fi_context2 second;\n"
         "  while (!server && fi_send(ep, buffer, length, desc, peer, &second) == -FI_EAGAIN) {\n"
@@ -90,8 +90,13 @@ def test_mistake(tmp_path, name):
     rule, arguments, build = MISTAKES[name]
     folder = build()
     [program] = [entry for entry in os.listdir(folder) if re.match(r"\d+_", entry)]
-    _, output, run = watch(tmp_path, f"{folder}/{program}", *arguments)
-    assert RULES[rule] in rules(run.wrongs) + rules(run.notes), output
+    # On a very busy machine, the server of no-recv has closed before the second SEND.
+    for _ in range(3 if name == "no-recv" else 1):
+        _, output, run = watch(tmp_path, f"{folder}/{program}", *arguments)
+        found = rules(run.wrongs) + rules(run.notes)
+        if RULES[rule] in found:
+            break
+    assert RULES[rule] in found, output
 
 
 @pytest.mark.parametrize("program,provider", [

@@ -366,6 +366,9 @@ CHANGES = {
             "crowd: test_rare_requests"),
         "crowd-connect-again": ("again_at = Clock::now() + {-kConnectAgain-}{+1h+};",
             "crowd: test_lost_connect"),
+        "crowd-clock": ("    {-if (mailbox.Poll() == 0) {\n      -}CheckSilence(mailbox.heard_at, "
+            '"waiting for the reversed text");\n    {-}-}{+mailbox.Poll();+}',
+            "crowd: test_stopped_client"),
         "crowd-ready": ("{-if (!peer->outbox.empty()) ready.push_back(peer);-}",
             "crowd: test_many_at_once"),
         "crowd-heard": ("    {-it->second->heard_at = Clock::now();\n    -}if (message.type",

@@ -62,6 +62,7 @@ def with_turns():
 TURNING = variant(PROGRAM, source=with_turns)
 SMALL = variant(PROGRAM, ("kMaxClients = 4000;", "kMaxClients = 3;"),
                 ("kForgetAfter = 30s;", "kForgetAfter = 8s;"))
+HASTY = variant(PROGRAM, ("kSilenceLimit = 10s;", "kSilenceLimit = 2s;"))
 # Its client may be deaf, and its server has any number of SENDs in flight to a client.
 BROKEN = variant(PROGRAM, source=lambda: carry.text_of("breaks/13_crowd"))
 
@@ -377,6 +378,20 @@ def test_stray_replies(run, build):
         server.send(crowd(TEXT, b"stray"))
         server.number = number
         server.reply(TEXT, text[::-1])
+    assert server.receive().type == BYE
+    assert server.client.wait() == 0, server.client.output
+
+
+def test_stopped_client(run):
+    """A client that has stood still for long reads what has come before it looks at
+    the clock."""
+    server = CrowdHost(run, HASTY(), "1", "1")
+    server.reply(ACCEPT)
+    text = server.receive().body
+    server.client.signal(signal.SIGSTOP)
+    server.reply(TEXT, text[::-1])
+    time.sleep(3)
+    server.client.signal(signal.SIGCONT)
     assert server.receive().type == BYE
     assert server.client.wait() == 0, server.client.output
 

@@ -255,7 +255,7 @@ struct Endpoint {
     fi_av_attr av_attr = {};
     fi_cq_attr cq_attr = {};
     cq_attr.format = FI_CQ_FORMAT_DATA;       // what we want to know of each
-    cq_attr.size = kMaxClients + kRecvCount;  // as many as may be in flight
+    cq_attr.size = kMaxClients + kRecvCount;  // what is usually in flight
     FiCheck(fi_av_open(domain.handle, &av_attr, &av.ptr, nullptr),
             "fi_av_open");
     // Ask for a descriptor, for poll(2). Not all providers can have one.
@@ -300,7 +300,8 @@ struct Endpoint {
     return peer;
   }
 
-  // Ends all contact with a peer, and what is in flight to it.
+  // Takes out a peer's address. Operations in flight to it are undefined then
+  // (fi_av(3)); ofi_rxm ends them, with the settings that main makes.
   void RemovePeerAddress(fi_addr_t peer) {
     int ret = fi_av_remove(av, &peer, 1, 0);
     if (ret != 0) {

@@ -212,9 +212,9 @@ struct Domain {
   explicit Domain(bool with_gpu) : gpu(with_gpu), info(GetInfo(gpu)) {
     printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
            info->fabric_attr->name, info->fabric_attr->prov_name);
-    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, under a lock
-    // (libfabric 1.17), and we wait for ever if that side is killed. Without
-    // the flag we copy ourselves before a WRITE completes, but no GPU memory.
+    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, as a number does,
+    // under a lock (libfabric 1.17): if it is killed, we wait for ever. Without
+    // the flag we copy all else before a WRITE completes, but no GPU memory.
     bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
     if (shm && !gpu) info->tx_attr->op_flags = 0;
     // The last WRITE carries a number, as immediate data.

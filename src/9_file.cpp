@@ -878,7 +878,8 @@ struct ServedClient {
     if (saved_chunks == num_chunks && !finish.valid()) {
       finish = std::async(std::launch::async, [this] { file->Finish(); });
     }
-    if (!Ended(finish)) return;
+    // READY of an empty file may still be in flight.
+    if (!Ended(finish) || !session.HasSent()) return;
     finish.get();
     PrintProgress();
     printf("[%zu] Saved %s.\n", number, file->name.c_str());

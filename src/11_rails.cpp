@@ -54,7 +54,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
-constexpr auto kContactGrace = 500ms;      // that a client stays, at least
+constexpr auto kContactGrace = 500ms;      // that an interrupted client stays
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
@@ -320,10 +320,11 @@ struct RdmaOp {
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
-  size_t len = 0;            // bytes; of a RECV, set when a message has arrived
-  size_t offset = 0;         // of a WRITE, in buf
-  uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
-  uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
+  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
+  // Of a one-sided operation:
+  size_t offset = 0;         // in buf
+  uint64_t remote_addr = 0;  // the place, as the owner of the memory has said
+  uint64_t remote_key = 0;   // from the owner, too
   uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
@@ -847,8 +848,8 @@ struct ServedClient {
     return completions;
   }
 
-  // Compares each value in the message with what was received and what was
-  // offered, before it uses the value. Then makes the pages.
+  // Compares sizes and indices in the message with what was received and what
+  // was offered, before it uses them. Then makes the pages.
   void HandleRequest(const Message& message, Domain& domain) {
     const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
     if (body.size() < sizeof(request)) throw BadMessage("request");

@@ -43,7 +43,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 500us;         // where nothing can wake us
-constexpr auto kContactGrace = 500ms;      // that a client stays, at least
+constexpr auto kContactGrace = 500ms;      // that an interrupted client stays
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 

@@ -49,7 +49,7 @@ constexpr size_t kRecvCount = 64;         // RECVs posted at a time
 constexpr size_t kClientRecvCount = 4;    // those of a client
 constexpr auto kSilenceLimit = 10s;       // then we give up
 constexpr auto kIdlePause = 500us;        // where nothing can wake us
-constexpr auto kContactGrace = 500ms;     // that a client stays, at least
+constexpr auto kContactGrace = 500ms;     // that an interrupted client stays
 
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 

@@ -54,7 +54,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
-constexpr auto kContactGrace = 500ms;      // that a client stays, at least
+constexpr auto kContactGrace = 500ms;      // that an interrupted client stays
 
 constexpr size_t kMaxClients = 8;  // at a time; an endpoint may take 100 MB
 
@@ -298,10 +298,11 @@ struct RdmaOp {
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
-  size_t len = 0;            // bytes; of a RECV, set when a message has arrived
-  size_t offset = 0;         // of a WRITE, in buf
-  uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
-  uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
+  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
+  // Of a one-sided operation:
+  size_t offset = 0;         // in buf
+  uint64_t remote_addr = 0;  // the place, as the owner of the memory has said
+  uint64_t remote_key = 0;   // from the owner, too
   uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well
@@ -888,8 +889,8 @@ struct ServedClient {
     return done && (session.HasSent() || Clock::now() > leave_at);
   }
 
-  // Compares each value in the message with what was received and what was
-  // offered, before it uses the value.
+  // Compares sizes and indices in the message with what was received and what
+  // was offered, before it uses them.
   void HandleRequest(const Message& message) {
     const std::string& body = BodyOf(message, AppMessageType::kRandomFill);
     if (!page_idx.empty()) throw BadMessage("a second request");
@@ -956,7 +957,8 @@ struct ServedClient {
       // arrive in any order. So the last one waits until all others have
       // completed.
       bool last = posted_write_ops + 1 == total_write_ops;
-      if (source->in_flight >= (last ? 1 : most)) return;
+      if (last && source->in_flight > 0) return;
+      if (source->in_flight >= most) return;
       PostWrite(posted_write_ops++ % page_idx.size(), last);
     }
   }
@@ -1044,7 +1046,7 @@ void ServerMain(const char* program, bool gpu) {
     clients.remove_if([&](ServedClient& client) {
       try {
         completions += client.Poll();
-        busy |= client.Busy();
+        busy |= client.source && client.Busy();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
         if (client.done) return true;  // not even a REFUSED leaves

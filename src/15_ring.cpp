@@ -233,10 +233,11 @@ struct RdmaOp {
   RdmaOpType type = RdmaOpType::kRecv;
   fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
   Buffer* buf = nullptr;
-  size_t len = 0;            // bytes; of a RECV, set when a message has arrived
-  size_t offset = 0;         // of a WRITE, in buf
-  uint64_t remote_addr = 0;  // of a WRITE: where to, as the owner has said
-  uint64_t remote_key = 0;   // of a WRITE: from the owner of the memory, too
+  size_t len = 0;  // bytes; of a RECV, set when a message has arrived
+  // Of a one-sided operation:
+  size_t offset = 0;         // in buf
+  uint64_t remote_addr = 0;  // the place, as the owner of the memory has said
+  uint64_t remote_key = 0;   // from the owner, too
   uint32_t imm_data = 0;     // of a WRITE; 0 means none; efa carries 4 bytes
   std::function<void(const RdmaOp&)> callback = nullptr;
   std::string error = {};  // set at completion; empty if all went well

@@ -11,6 +11,7 @@
 #include <rdma/fi_eq.h>
 #include <rdma/fi_errno.h>
 #include <signal.h>
+#include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -38,7 +39,7 @@ constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
 constexpr auto kSilenceLimit = 10s;        // then we give up
 constexpr auto kIdlePause = 1ms;           // between two looks at quiet queues
-constexpr auto kContactGrace = 500ms;      // that a client stays, at least
+constexpr auto kContactGrace = 500ms;      // that an interrupted client stays
 
 // ---- Errors and signals ----
 

@@ -225,7 +225,7 @@ struct Domain {
     FiCheck(fi_domain(fabric, info.get(), &handle.ptr, nullptr), "fi_domain");
   }
 
-  // Returns a key that no stranger guesses, as wide as the provider's keys are.
+  // Returns a key, as hard to guess as the provider's keys are wide.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
     return key >> (64 - 8 * info->domain_attr->mr_key_size);

@@ -31,6 +31,14 @@ def test_bench(tmp_path, args, lines):
     assert done.returncode == 0 and re.search(f"\n{lines}$", done.stdout), done.stdout
 
 
+@pytest.mark.parametrize("name", bench_queue.CHANGES)
+def test_variant(monkeypatch, tmp_path, name):
+    """Each variant compiles."""
+    monkeypatch.setattr(bench_queue, "BUILD", str(tmp_path))
+    monkeypatch.setenv("CXXFLAGS", "-fsyntax-only")
+    bench_queue.build_variant(name)
+
+
 @pytest.mark.static
 def test_changes():
     """Each variant's text is in the source, once, and is changed."""

@@ -1046,7 +1046,7 @@ void ServerMain(const char* program, bool gpu) {
     clients.remove_if([&](ServedClient& client) {
       try {
         completions += client.Poll();
-        busy |= client.source && client.Busy();
+        busy |= client.Busy();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
         if (client.done) return true;  // not even a REFUSED leaves

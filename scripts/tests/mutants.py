@@ -366,6 +366,10 @@ CHANGES = {
             "crowd: test_rare_requests"),
         "crowd-connect-again": ("again_at = Clock::now() + {-kConnectAgain-}{+1h+};",
             "crowd: test_lost_connect"),
+        "crowd-last": ("{-if (times.size() == num_clients * num_texts) break;\n    -}"
+            "Mailbox::Sleep(waiting, wake_at - now);"
+            "{+ if (times.size() == num_clients * num_texts) break;+}",
+            "crowd: test_last_answer"),
         "crowd-clock": ("    {-if (mailbox.Poll() == 0) {\n      -}CheckSilence(mailbox.heard_at, "
             '"waiting for the reversed text");\n    {-}-}{+mailbox.Poll();+}',
             "crowd: test_stopped_client"),

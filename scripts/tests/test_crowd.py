@@ -211,6 +211,20 @@ def test_lost_connect(run, build):
     assert server.client.wait() == 0, server.client.output
 
 
+def test_last_answer(serve):
+    """The last answer ends the run: its client does not sleep until it looks at its
+    limits, half a second later, which would count as time that the answers took. (One
+    of three tries shows it, however busy the machine is.)"""
+    server = serve(PROGRAM)
+    rates = []
+    for _ in range(3):
+        crowd = server.start_client("100", "1")
+        check_crowd(crowd, 100, 1)
+        rates.append(int(re.search(r"(\d+) a second", crowd.output)[1]))
+    assert max(rates) > 100 / 0.4
+    server.stop()
+
+
 def test_rare_requests(run):
     """Clients that ask more rarely than the server remembers them begin anew each
     time, and get on."""

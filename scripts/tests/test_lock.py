@@ -187,9 +187,9 @@ class Vandal(FakeClient):
 
 
 TICKETS, LOCK_TICKETS, TURN, LEDGERS = 0, 64, 128, 192  # places in the memory
-RECORDS, NUM_RECORDS = 1344, 1024
-LOG = RECORDS + NUM_RECORDS * 256
-TABLE_SIZE = LOG + 8 * LOG_SIZE
+LOG = 1344
+RECORDS, NUM_RECORDS = LOG + 8 * LOG_SIZE, 1024
+TABLE_SIZE = RECORDS + NUM_RECORDS * 256
 
 
 # What is wrong, and the words that make it so: of the number of entries, the first entries

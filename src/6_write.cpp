@@ -100,13 +100,13 @@ struct Owned {
 // is closed on the way out.
 std::atomic<bool> g_interrupted = false;
 
-// Handles such a signal. A second one ends the process, unless it is a SIGPIPE,
-// since each line that we print for a reader that has ended brings one.
+// Handles such a signal. A second one ends the process at once, unless it is a
+// SIGPIPE: each line that we print into a closed pipe brings one.
 void HandleSignal(int signum) {
   if (g_interrupted.exchange(true) && signum != SIGPIPE) _exit(128 + signum);
 }
 
-// Installs HandleSignal. libfabric's libraries bring handlers of their own.
+// Installs HandleSignal, again after libfabric's libraries have set theirs.
 void CatchSignals() {
   for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
@@ -258,7 +258,7 @@ constexpr const char* kOpNames[] = {"RECV", "SEND", "WRITE"};
 struct RdmaOp {
   fi_context2 context = {};  // must come first: for the provider's notes
   RdmaOpType type = RdmaOpType::kRecv;
-  fi_addr_t peer = FI_ADDR_UNSPEC;  // of a SEND; a RECV takes from anybody
+  fi_addr_t peer = FI_ADDR_UNSPEC;  // not of a RECV, which takes from anybody
   Buffer* buf = nullptr;
   size_t len = 0;  // bytes; of a RECV, set when a message has arrived
   // Of a one-sided operation:

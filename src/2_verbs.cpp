@@ -218,7 +218,7 @@ int main(int argc, char** argv) {
     printf("Sent %u bytes.\n", sge.length);
 
     // The server takes no part in a WRITE. A message of no bytes behind it
-    // tells both sides that it is in place: it arrives and completes last.
+    // tells the server that it is in place, and gives the client its buffer.
     ibv_send_wr write = send;
     write.wr_id = uintptr_t("WRITE");
     write.opcode = IBV_WR_RDMA_WRITE;

@@ -1,7 +1,7 @@
 // 4_hello: one message from a client to a server.
 //
 // The server posts RECVs and prints its address. The client posts a SEND to
-// that address. Both learn from a completion queue what became of it.
+// that address. A completion queue tells each when its buffer is its own again.
 //
 // Based on 2_first.
 

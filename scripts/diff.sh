@@ -4,6 +4,7 @@
 # first, and then the applications.
 #
 # Usage: scripts/diff.sh NUMBER PROGRAM...    (make diff-7)
+# Of 6, which has two chapters, shows what each adds: the WRITE, and the GPU's memory.
 # A program of somebody's own has no number. It is named instead: make diff-mine
 # Of a move, shows what it is for, and what it adds to the one before: make diff-5.3
 # Of several, shows what they add together: make diff-6.1-4
@@ -29,18 +30,40 @@ paged() {  # COMMAND...
   fi
 }
 
+# Prints what changes from one state of a program to another: 5_reverse, 6.4, 6_write. Lines
+# that only move to the right are not new; others that move have a colour of their own.
+states() {  # BEFORE AFTER
+  for state in "$1" "$2"; do
+    if [ -e "src/$state.cpp" ]; then
+      cp "src/$state.cpp" "$dir"
+    else
+      python3 scripts/moves/moves.py state "$state" "$dir/$state.cpp"
+    fi
+  done
+  (cd "$dir" && git diff --no-index --patience -w --color-moved "$1.cpp" "$2.cpp") ||
+    [ $? -eq 1 ]
+}
+
 if [[ $number =~ ^([0-9]+)\.([0-9]+)(-([0-9]+))?$ ]]; then
   before=${BASH_REMATCH[1]}.$((BASH_REMATCH[2] - 1))
   last=${BASH_REMATCH[1]}.${BASH_REMATCH[4]:-${BASH_REMATCH[2]}}
-  for state in "$last" "$before"; do
-    python3 scripts/moves/moves.py state "$state" "$dir/$state.cpp"
-  done
   show() {
     [ "$number" != "$last" ] || python3 scripts/moves/moves.py head "$number"
-    # Lines that only move to the right are not new; others that move have a colour of
-    # their own.
-    (cd "$dir" && git diff --no-index --patience -w --color-moved "$before.cpp" \
-      "$last.cpp") || [ $? -eq 1 ]
+    states "$before" "$last"
+  }
+  paged show
+  exit
+fi
+
+if [ "$number" = 6 ]; then
+  show() {
+    echo "==== 1. The WRITE, and when it has arrived (chapter 6, moves 6.1 to 6.4) ===="
+    echo
+    states 5_reverse 6.4
+    echo
+    echo "==== 2. The same into the memory of a GPU (chapter 6 1/2, moves 6.5 and 6.6) ===="
+    echo
+    states 6.4 6_write
   }
   paged show
   exit

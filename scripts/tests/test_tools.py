@@ -108,6 +108,10 @@ def test_diff():
         assert f"+++ b/src/{program}.cpp" in output
         headings = re.findall("^==== ([12])", output, re.M)
         assert headings == (["1", "2"] if TABLE[program].most_added else [])
+    write, gpu = make("diff-6").split("==== 2. ")
+    assert "--- a/5_reverse.cpp\n" in write and "+++ b/6_write.cpp\n" in gpu
+    assert "\n+  void ContinuePostWrite() {\n" in write and "ContinuePostWrite" not in gpu
+    assert "\n+void CudaFlushWrites() {\n" in gpu and not re.search("(?i)gpu", write)
 
 
 @pytest.mark.static

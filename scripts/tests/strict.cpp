@@ -9,8 +9,8 @@
 //   STRICT_SEED=N         of all that is random (otherwise another one each time)
 //   STRICT_EAGAIN=P       percent of the posts that find no room (20)
 //   STRICT_TX=N           operations in flight, then there is no room (64)
-//   STRICT_DELAY_US=N     an operation starts up to so much later (2000); a WRITE exactly
-//   STRICT_WRITE_DELAY_US=N  so much, unless it has immediate data
+//   STRICT_DELAY_US=N     each piece of an operation starts up to so much later (2000); that of
+//   STRICT_WRITE_DELAY_US=N  a WRITE exactly so much, unless it has immediate data
 //   STRICT_CQ_DELAY_US=N  and is reported up to so much later (3000); a SEND or
 //   STRICT_LATE_SENDS_US=N, STRICT_LATE_WRITES_US=N  a WRITE exactly so much
 //   STRICT_PIECES=N       a READ or WRITE travels in up to so many pieces (4)
@@ -69,9 +69,10 @@
 //
 // What it does that programs must bear:
 //   WRITEs and READs start in any order (msg_order has no bit for them: efa_prov_info.c), in
-//   pieces (max_order_waw_size, also in fi_endpoint(3)), and a WRITE with immediate data before
-//   all others; every second one of these waits, so that the next one overtakes it. SENDs keep
-//   their order only for a program that asks for FI_ORDER_SAS
+//   pieces (max_order_waw_size, also in fi_endpoint(3)). Immediate data comes with the last
+//   piece of its WRITE, when all others have arrived. If other WRITEs are in flight, every
+//   second one that has immediate data starts at once, to overtake them. SENDs keep their
+//   order only for a program that asks for FI_ORDER_SAS
 //   (efa_user_info_alter_rdm). Who does not ask for FI_DELIVERY_COMPLETE gets a completion
 //   while its data is still here (fi_cq(3)). A RECV's or READ's buffer holds garbage until it
 //   completes. -FI_EAGAIN can come at any time (rdm/efa_rdm_rma.c, _msg.c). An entry of the
@@ -523,6 +524,8 @@ struct Piece {
   size_t offset = 0;
   size_t len = 0;
   Clock::time_point due;  // when the provider gets it
+
+  bool has_number() const;
 };
 
 // Memory of the program.
@@ -575,6 +578,11 @@ struct Op : Call {
   }
 };
 
+// Returns whether immediate data travels with it: with the last piece of a WRITE.
+bool Piece::has_number() const {
+  return op->has_number && this == &op->pieces.back();
+}
+
 struct Completion {
   Clock::time_point due;
   Op* op;  // nullptr: immediate data from the other side, or an error of nobody's
@@ -615,7 +623,7 @@ struct Endpoint : Wrapper<fid_ep> {
   bool delivers = false;        // what completes has arrived
   size_t tx = 0;                // operations in flight that are no RECVs
   size_t write_bytes = 0;       // of the WRITEs among them
-  size_t numbers = 0;           // WRITEs with immediate data so far
+  size_t numbers = 0;           // WRITEs so far that had others to overtake
   void* refused = nullptr;  // the context of the last post, if it found no room
   std::set<Op*> in_flight;
   std::vector<Piece*> held;  // that the provider has not got yet
@@ -736,7 +744,7 @@ ssize_t HandOver(Piece& piece) {
     case kRecv:
       return fi_recv(ep, local, piece.len, nullptr, op.addr, &piece);
     case kWrite:
-      return op.has_number
+      return piece.has_number()
                  ? fi_writedata(ep, from, piece.len, nullptr, op.number,
                                 op.addr, at, op.key, &piece)
                  : fi_write(ep, from, piece.len, nullptr, op.addr, at, op.key,
@@ -808,7 +816,9 @@ void Progress(Endpoint& ep) {
     Piece* piece = ep.held[i];
     fi_addr_t peer = piece->op->addr;
     bool in_order = piece->op->kind == kSend && ep.keeps_order;
-    if (piece->due <= now && !(in_order && in_line.contains(peer))) {
+    bool waits = (in_order && in_line.contains(peer)) ||
+                 (piece->has_number() && piece->op->pieces_left > 1);
+    if (piece->due <= now && !waits) {
       // Not in the list any more when it fails.
       auto place = static_cast<ptrdiff_t>(i);
       ep.held.erase(ep.held.begin() + place);
@@ -822,11 +832,10 @@ void Progress(Endpoint& ep) {
   }
 }
 
-// Cuts an operation into pieces. A word of 8 bytes stays whole, and so does a WRITE
-// with immediate data.
+// Cuts an operation into pieces. A word of 8 bytes stays whole.
 void Cut(Op& op) {
   std::set<size_t> cuts = {0};
-  if ((op.kind == kWrite || op.kind == kRead) && !op.has_number) {
+  if (op.kind == kWrite || op.kind == kRead) {
     for (size_t i = Random(g_pieces); i > 0 && op.size > 0; --i) {
       size_t cut = Random(op.size);
       cuts.insert(cut - std::min(cut, (op.at + cut) % 8));
@@ -917,8 +926,9 @@ ssize_t Post(const Call& call) {
     End(op, {});
   }
   Cut(op);
+  bool overtakes = op.has_number && ep.write_bytes > op.size;
+  bool at_once = op.kind == kRecv || (overtakes && ep.numbers++ % 2 == 0);
   for (Piece& piece : op.pieces) {
-    bool at_once = op.kind == kRecv || (op.has_number && ep.numbers++ % 2 == 0);
     bool exactly = op.kind == kWrite && !op.has_number && g_write_delay >= 0;
     piece.due = at_once ? Clock::now()
                         : Later(exactly ? g_write_delay : g_delay, exactly);

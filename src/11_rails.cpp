@@ -525,7 +525,6 @@ enum class AppMessageType : uint32_t {
 struct Message {
   AppMessageType type;
   std::string body;  // any bytes
-  Clock::time_point arrived_at = Clock::now();
 };
 constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
@@ -1014,8 +1013,6 @@ void ServerMain(const char* program, bool gpu) {
         completions += listener.Poll();
         for (size_t i = listener.inbox.size(); i > 0; --i) {
           Message message = *listener.Take();
-          // Whoever has waited this long has given up, and would take a place.
-          if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
           const std::string& body = BodyOf(message, AppMessageType::kConnect);
           std::string id = body.substr(0, kIdSize);
           Address addr = body.substr(id.size());

@@ -381,7 +381,6 @@ enum class AppMessageType : uint32_t {
 struct Message {
   AppMessageType type;
   std::string body;  // any bytes
-  Clock::time_point arrived_at = Clock::now();
 };
 constexpr size_t kMaxBodySize = kMaxMessageSize - sizeof(AppMessageType);
 
@@ -652,10 +651,7 @@ void ServerMain(const char* program) {
       completions = listener.Poll();
       // The others wait in the inbox, until a client leaves.
       while (clients.size() < kMaxClients && !listener.inbox.empty()) {
-        Message message = *listener.Take();
-        // Whoever has waited this long has given up, and would take a place.
-        if (Clock::now() - message.arrived_at > kSilenceLimit) continue;
-        Address addr = BodyOf(message, AppMessageType::kConnect);
+        Address addr = BodyOf(*listener.Take(), AppMessageType::kConnect);
         printf("[%zu] Received CONNECT message from client %s\n", ++num_clients,
                ToHex(addr).c_str());
         clients.emplace_back(domain, num_clients, addr);

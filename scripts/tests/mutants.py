@@ -70,7 +70,6 @@ CHANGES = {
             "strict: test_rules and default"),
     },
     "5_reverse": {
-        "age": ("{-message.arrived_at-}{+listener.heard_at+} > kSilence", "messages: test_gave_up"),
         "kept-after-a-failure": ("    {+if (error.empty()) +}--done.buf->in_flight;",
             "messages: test_at_the_door"),
         "overwritten": ("if ({-send_buf.in_flight == 0 && -}!outbox.empty())",

@@ -285,30 +285,6 @@ def test_ninth(run, serve, program, provider):
     server.stop()
 
 
-LATE = variant("5_reverse", ("kMaxClients = 8;", "kMaxClients = 1;"),
-               ("kSilenceLimit = 10s;", "kSilenceLimit = 3s;"))
-
-
-def test_gave_up(run):
-    """The CONNECT of a client that has waited for as long as a client waits gets no
-    place: with enough of them, nobody would ever be served."""
-    server = Server(run, LATE(), "5_reverse", "")
-    there, gone, late = (FakeClient(run, server) for _ in range(3))
-    there.open_session()
-    with there.saying(server.entry.base(TEXT) + b"here"):
-        gone.send(gone.connect())
-        time.sleep(3)
-        late.send(late.connect())  # does not make the other one younger
-        time.sleep(1)
-    there.send(server.entry.base(BYE))
-    late.peer(late.address_in(late.receive())[1])
-    late.send(server.entry.base(BYE))
-    server.check_client()
-    server.stop()
-    assert len(re.findall(r"^\[\d+\] Received CONNECT", server.process.output, re.M)) == 3
-    assert gone.address.hex() not in server.process.output
-
-
 # ---- Answers that no server of ours would give ----
 
 def fake_server(run, build, program, provider=""):

@@ -520,7 +520,7 @@ enum class AppMessageType : uint32_t {
   kRefused = 5,  // server: I end this session; the body says why
 
   kRandomFill = 6,  // client: fill my memory
-  kProgress = 7,    // server: I am still at it
+  kProgress = 7,    // server: I am still at it; client: I am still there
 };
 
 // The beginning of each message.
@@ -865,6 +865,8 @@ struct ServedClient {
           done = true;
           return completions;
         }
+        // Says that the client is still there, while it waits for memory.
+        if (message->header.type == AppMessageType::kProgress) continue;
         HandleRequest(*message);
       }
       if (made_pages < page_idx.size()) MakeNextPage();
@@ -987,12 +989,7 @@ struct ServedClient {
     if (Clock::now() - reported_at < kReportPeriod || !Busy()) return;
     if (!session.HasSent()) return;
     reported_at = Clock::now();
-    if (posted_write_ops > 0) {
-      PrintProgress();
-    } else {
-      // One that waits has nothing to say. It takes our messages, though.
-      session.heard_at = Clock::now();
-    }
+    if (posted_write_ops > 0) PrintProgress();
     session.Send(AppMessageType::kProgress);
   }
 
@@ -1123,6 +1120,7 @@ void ClientMain(const Address& server_addr, bool gpu, size_t page_size,
   session.WaitUntil("waiting for the pages", [&] {
     while (std::optional<Message> message = session.Take()) {
       BodyOf(*message, AppMessageType::kProgress);
+      session.Send(AppMessageType::kProgress);
     }
     return filled;
   });

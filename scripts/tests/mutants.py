@@ -423,10 +423,11 @@ CHANGES = {
             "(made_pages < page_idx.size()) {\n"
             "        MakeNextPage();\n        if (!source) break;\n      }+}",
             "attacks: test_pages_of_another"),
-        "waiting": ("{-      session.heard_at = Clock::now();\n-}    }\n    session.Send",
+        "waiting": ("BodyOf(*message, AppMessageType::kProgress);\n"
+            "      {-session.Send(AppMessageType::kProgress);-}",
             "attacks: test_waiting_is_not_silence"),
-        "waiting-dead": ("    {-if (!session.HasSent()) return;\n    -}reported_at = Clock::now();",
-            "attacks: test_killed_while_it_waits and tcp"),
+        "waiting-dead": ("    {+session.heard_at = Clock::now();\n    +}if (posted_write_ops > 0) "
+            "PrintProgress();\n    session.Send", "attacks: test_killed_while_it_waits"),
         "descriptors": ("{-RaiseFileLimit();-}", "attacks: test_idle_connections"),
         "descriptors-soon": ('{-setenv("FI_OFI_RXM_CM_PROGRESS_INTERVAL", "1000", 0);-}',
             "attacks: test_idle_connections"),

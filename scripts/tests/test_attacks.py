@@ -286,25 +286,23 @@ def test_waiting_is_not_silence(run):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("provider", ["tcp", "shm"])
-def test_killed_while_it_waits_for_memory(run, provider):
-    """A client that waits because others have the memory need say nothing. One that has
-    died is given up all the same: because it does not take what the server sends or, over
-    shm, which sends to the dead, in its turn. The next one gets its memory."""
+@pytest.mark.parametrize("provider,signum", [
+    ("tcp", signal.SIGSTOP), ("tcp", signal.SIGKILL), ("shm", signal.SIGKILL)])
+def test_killed_while_it_waits_for_memory(run, provider, signum):
+    """A client that waits because others have the memory answers each PROGRESS. One that has
+    died or stands still does not, and is given up. The next one gets its memory."""
     server = Server(run, IMPATIENT(), STRANGERS, provider)
     pages = "65536", "64"
     first = server.start_client(*pages, "1000000")
     server.process.wait_for(r"^\[1\] .*WRITE: ")
     dead = server.start_client(*pages, "1")
     server.process.wait_for(r"^\[2\] Received RandomFill")
-    dead.popen.kill()
+    dead.popen.send_signal(signum)
     alive = server.start_client(*pages, "1")
     server.process.wait_for(r"^\[3\] Received RandomFill")
-    if provider == "tcp":
-        server.process.wait_for(r"^\[2\] error: ", 60)
-        assert first.popen.poll() is None and alive.popen.poll() is None
-    first.interrupt()
     server.process.wait_for(r"^\[2\] error: ", 60)
+    assert first.popen.poll() is None and alive.popen.poll() is None
+    first.interrupt()
     assert alive.wait() == 0, alive.output
     server.check_client(*pages, "1")
     server.stop()

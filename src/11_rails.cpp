@@ -836,7 +836,6 @@ struct ServedClient {
       if (rail.asked && !done) ContinuePostWrite(rail);
     });
     if (done) {
-      if (source) PrintProgress();
       printf("[%zu] Done.\n", number);
       return completions;
     }
@@ -954,6 +953,7 @@ struct ServedClient {
            rail.writes.erase(write);
            ++rail.written;
            ++finished_write_ops;
+           if (!Busy()) PrintProgress();
          }});
   }
 

@@ -53,7 +53,7 @@ constexpr auto kContactGrace = 500ms;     // that an interrupted client stays
 
 constexpr size_t kCompletionQueueReadCount = 16;  // entries read at a time
 
-constexpr size_t kMaxClients = 4000;  // at a time
+constexpr size_t kMaxClients = 2000;  // at a time; ofi_rxm has room for 2048
 constexpr size_t kMaxUnsent = 16;     // messages to one that have not left
 constexpr auto kForgetAfter = 30s;    // of silence, the server forgets a client
 constexpr auto kConnectAgain = 1s;    // without an ACCEPT

@@ -60,7 +60,7 @@ def with_turns():
 
 
 TURNING = variant(PROGRAM, source=with_turns)
-SMALL = variant(PROGRAM, ("kMaxClients = 4000;", "kMaxClients = 3;"),
+SMALL = variant(PROGRAM, ("kMaxClients = 2000;", "kMaxClients = 3;"),
                 ("kForgetAfter = 30s;", "kForgetAfter = 8s;"))
 HASTY = variant(PROGRAM, ("kSilenceLimit = 10s;", "kSilenceLimit = 2s;"))
 # Its client may be deaf, and its server has any number of SENDs in flight to a client.

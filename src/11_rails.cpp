@@ -836,6 +836,7 @@ struct ServedClient {
       if (rail.asked && !done) ContinuePostWrite(rail);
     });
     if (done) {
+      if (source) PrintProgress();
       printf("[%zu] Done.\n", number);
       return completions;
     }
@@ -953,7 +954,6 @@ struct ServedClient {
            rail.writes.erase(write);
            ++rail.written;
            ++finished_write_ops;
-           if (!Busy()) PrintProgress();
          }});
   }
 

@@ -860,6 +860,7 @@ struct ServedClient {
     try {
       while (std::optional<Message> message = session.Take()) {
         if (message->header.type == AppMessageType::kBye) {
+          if (posted_write_ops > 0) PrintProgress();
           printf("[%zu] Done.\n", number);
           done = true;
           return completions;
@@ -979,7 +980,6 @@ struct ServedClient {
          .callback = [this](const RdmaOp& op) {
            op.Check();
            session.heard_at = Clock::now();
-           if (!Busy()) PrintProgress();
          }});
   }
 

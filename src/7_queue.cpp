@@ -705,6 +705,7 @@ struct ServedClient {
     size_t completions = session.Poll();
     while (std::optional<Message> message = session.Take()) {
       if (message->type == AppMessageType::kBye) {
+        if (source) PrintProgress();
         printf("[%zu] Done.\n", number);
         done = true;
         return completions;
@@ -791,7 +792,6 @@ struct ServedClient {
          .callback = [this](const RdmaOp& op) {
            op.Check();
            session.heard_at = Clock::now();
-           if (!Busy()) PrintProgress();
          }});
   }
 

@@ -374,7 +374,7 @@ def test_whose_message(run, serve):
     client.check_text()
     client.open_session()
     client.check_text()
-    server.process.wait_for("^2 clients, ")
+    server.process.wait_for("^2 clients, 4 texts so far$")  # and not three, all in all
     server.stop()
 
 

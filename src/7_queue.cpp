@@ -688,6 +688,7 @@ struct ServedClient {
   size_t posted_write_ops = 0;
   size_t total_write_ops = 0;
   Clock::time_point write_start_at;
+  Clock::time_point finished_at;  // the last WRITE has completed
   Clock::time_point reported_at;
   bool done = false;  // has said BYE, or its session has failed
 
@@ -792,6 +793,7 @@ struct ServedClient {
          .callback = [this](const RdmaOp& op) {
            op.Check();
            session.heard_at = Clock::now();
+           if (!Busy()) finished_at = session.heard_at;
          }});
   }
 
@@ -807,7 +809,8 @@ struct ServedClient {
 
   // Prints how far the WRITEs have come, and how fast.
   void PrintProgress() const {
-    std::chrono::duration<double> seconds = Clock::now() - write_start_at;
+    Clock::time_point now = Busy() ? Clock::now() : finished_at;
+    std::chrono::duration<double> seconds = now - write_start_at;
     size_t finished = FinishedWriteOps();
     double mpps = double(finished) / seconds.count() * 1e-6;
     printf(

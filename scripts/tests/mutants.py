@@ -133,6 +133,8 @@ CHANGES = {
             "programs: test_slow_cable"),
         "progress": ("{-session.Send(AppMessageType::kProgress);-}", "programs: test_slow_cable"),
         "progress-at-a-time": ("{-if (!session.HasSent()) return;-}", "strict: test_reports"),
+        "finished": ("now = {-Busy() ? Clock::now() : finished_at-}{+Clock::now()+};",
+            "programs: test_last_line"),
         "eight": ("{-clients.size() < kMaxClients &&-}", "messages: test_ninth and shm"),
         "client-signal": ("if ({-g_interrupted-}{+false+} && Clock::now()",
             "failures: test_client_signals_at_work and shm"),

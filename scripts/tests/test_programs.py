@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS, wait_until
+from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS, Server, wait_until
 from marks import each_provider, two_providers
+from repository import variant
 from table import TABLE
 
 CLIENTS = 24  # of test_one_after_the_other
@@ -98,6 +99,18 @@ def test_progress_lines(serve, program):
                for before, after in zip(times, times[1:])), times
     client.interrupt()
     server.stop()
+
+
+LATE_BYE = variant("7_queue", (
+    "  session.SayBye();", "  std::this_thread::sleep_for(3s);\n  session.SayBye();"))
+
+
+def test_last_line(run):
+    """The time of a transfer ends with its last WRITE, and not when the client says BYE."""
+    server = Server(run, LATE_BYE(), "7_queue")
+    server.check_client("4096", "10", "1")
+    server.stop()
+    assert float(re.findall(r"\[([0-9.]+)s\] WRITE: 100%", server.process.output)[-1]) < 3
 
 
 # sockets of 1.17 is left out: once in some 200 times, nothing moves any more afterwards.

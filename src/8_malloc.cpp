@@ -178,6 +178,8 @@ Info GetInfo(bool gpu) {
   // Messages to the same peer must take its RECVs in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
+  // Only one thread uses the domain, so the provider needs no locks.
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;
   fi_info* info;  // a list, the best one first
   FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
           "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");

@@ -43,7 +43,7 @@
 //              PROV_KEY, HMEM with FI_HMEM (efa_prov_info.c, efa_user_info.c); FI_MR_LOCAL and
 //              FI_CONTEXT2 (efa-direct)
 //   sas        who sends several messages has asked for their order (fi_endpoint(3))
-//   thread     one thread makes all calls: this stand-in has no locks
+//   thread     one thread uses a domain (FI_THREAD_DOMAIN in fi_domain(3))
 //   eq         without an event queue, an error that belongs to no operation aborts the
 //              process (efa_base_ep_write_eq_error in efa_base_ep.c)
 //   order      what is in use is not closed (fi_close in fi_cq(3), fi_av(3), fi_mr(3))

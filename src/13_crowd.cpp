@@ -169,10 +169,12 @@ Info GetInfo() {
   // Messages to the same peer must take its RECVs in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
+  // The interface's newest version that we know, if the headers know it, too.
+  uint32_t version = std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
+                              FI_VERSION(2, 0));
   fi_info* info;  // a list, the best one first
-  FiCheck(
-      fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints.get(), &info),
-      "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");
+  FiCheck(fi_getinfo(version, nullptr, nullptr, 0, hints.get(), &info),
+          "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");
   return Info(info, fi_freeinfo);
 }
 

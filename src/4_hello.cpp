@@ -141,10 +141,12 @@ Info GetInfo() {
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
+  // The interface's newest version that we know, if the headers know it, too.
+  uint32_t version = std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
+                              FI_VERSION(2, 0));
   fi_info* info;  // a list, the best one first
-  FiCheck(
-      fi_getinfo(FI_VERSION(1, 17), nullptr, nullptr, 0, hints.get(), &info),
-      "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");
+  FiCheck(fi_getinfo(version, nullptr, nullptr, 0, hints.get(), &info),
+          "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");
   return Info(info, fi_freeinfo);
 }
 

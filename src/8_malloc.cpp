@@ -44,11 +44,6 @@ using Clock = std::chrono::steady_clock;
 
 // ---- Constants ----
 
-// The version of libfabric's interface that we ask for: the newest that we
-// know, if the headers know it, too. Older ones keep some adapters from GPUs.
-constexpr uint32_t kApiVersion =
-    std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION), FI_VERSION(2, 0));
-
 constexpr size_t kMaxAddressSize = 256;    // bytes
 constexpr size_t kMaxMessageSize = 65536;  // bytes
 constexpr size_t kRecvCount = 8;           // RECVs posted at a time
@@ -180,8 +175,11 @@ Info GetInfo(bool gpu) {
   hints->rx_attr->msg_order = FI_ORDER_SAS;
   // Only one thread uses the domain, so the provider needs no locks.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
+  // The interface's newest version that we know, if the headers know it, too.
+  uint32_t version = std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
+                              FI_VERSION(2, 0));
   fi_info* info;  // a list, the best one first
-  FiCheck(fi_getinfo(kApiVersion, nullptr, nullptr, 0, hints.get(), &info),
+  FiCheck(fi_getinfo(version, nullptr, nullptr, 0, hints.get(), &info),
           "fi_getinfo (`fi_info -t FI_EP_RDM` lists what there is)");
   return Info(info, fi_freeinfo);
 }

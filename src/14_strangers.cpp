@@ -749,7 +749,7 @@ struct WaitingLine {
                            [&](const Visitor& v) { return now >= v.tell_at; });
     if (!endpoint && due && now > tell_until) {
       num_contacts = 0;
-      // Should there be no memory for it, the next try is after the period.
+      // Set first: if opening it fails, the next try waits for a period.
       tell_until = now + kTellPeriod;
       endpoint.emplace(listener.domain);
     }

@@ -4,7 +4,7 @@
 # first, and then the applications.
 #
 # Usage: scripts/diff.sh NUMBER PROGRAM...    (make diff-7)
-# Of 6, which has two chapters, shows what each adds: the WRITE, and the GPU's memory.
+# Of 5, 6 and 7, shows the step in two parts, each of which is a lesson of its own.
 # A program of somebody's own has no number. It is named instead: make diff-mine
 # Of a move, shows what it is for, and what it adds to the one before: make diff-5.3
 # Of several, shows what they add together: make diff-6.1-4
@@ -55,17 +55,27 @@ if [[ $number =~ ^([0-9]+)\.([0-9]+)(-([0-9]+))?$ ]]; then
   exit
 fi
 
-if [ "$number" = 6 ]; then
-  show() {
-    echo "==== 1. The WRITE, and when it has arrived (chapter 6, moves 6.1 to 6.4) ===="
-    echo
-    states 5_reverse 6.4
-    echo
-    echo "==== 2. The same into the memory of a GPU (chapter 6 1/2, moves 6.5 and 6.6) ===="
-    echo
-    states 6.4 6_write
-  }
-  paged show
+# Shows a step in two parts, up to a move and behind it.
+two_parts() {  # BEFORE MOVE AFTER FIRST SECOND
+  echo "==== 1. $4 (moves ${2%.*}.1 to $2) ===="
+  echo
+  states "$1" "$2"
+  echo
+  echo "==== 2. $5 (from move ${2%.*}.$((${2#*.} + 1)) on) ===="
+  echo
+  states "$2" "$3"
+}
+
+case $number in
+  5) parts=(4_hello 5.2 5_reverse "Both directions" "A session for each client") ;;
+  6) parts=(5_reverse 6.4 6_write "The WRITE, and when it has arrived"
+    "The same into the memory of a GPU, chapter 6 1/2") ;;
+  7) parts=(6_write 7.3 7_queue "The queue, what may be in flight, and a measure"
+    "No sleep while data moves") ;;
+  *) parts=() ;;
+esac
+if [ ${#parts[@]} -gt 0 ]; then
+  paged two_parts "${parts[@]}"
   exit
 fi
 

@@ -210,7 +210,7 @@ using Memory = std::unique_ptr<char[], void (*)(void*)>;
 // Allocates zeros. Writing them makes sure that each page exists, which a
 // provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
-  // Much memory is on huge pages, which need fewer entries in the page tables.
+  // Ask for huge pages if it is much: they need fewer entries in page tables.
   if (size >= kHugePageSize) {
     size_t rounded = (size + kHugePageSize - 1) / kHugePageSize * kHugePageSize;
     auto* data = static_cast<char*>(aligned_alloc(kHugePageSize, rounded));
@@ -545,7 +545,7 @@ struct Session {
   }
 
   // Sends a message. Of two in flight, a short one may be complete first at the
-  // other side, as in 4: where the order counts, wait for HasSent in between.
+  // other side. Where the order counts, wait for HasSent in between.
   void Send(AppMessageType type, const std::string& body = {}) {
     if (body.size() > kMaxBodySize) throw std::length_error("a long message");
     size_t i = 0;
@@ -615,8 +615,8 @@ struct Session {
   // Client: tells the server that we want nothing more, which spares it waiting
   // for our silence.
   void SayBye() {
-    Send(AppMessageType::kBye);
     try {
+      Send(AppMessageType::kBye);
       WaitUntil("saying BYE", [&] { return HasSent(); });
     } catch (const std::runtime_error&) {
       // The server will notice our silence.

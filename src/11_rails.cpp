@@ -207,9 +207,9 @@ struct Domain {
   Domain(Info list, bool with_gpu) : gpu(with_gpu), info(std::move(list)) {
     printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
            info->fabric_attr->name, info->fabric_attr->prov_name);
-    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, as a number does,
-    // under a lock (libfabric 1.17): if it is killed, we wait for ever. Without
-    // the flag we copy all else before a WRITE completes, but no GPU memory.
+    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, under a lock: if
+    // it is killed, we wait for ever (libfabric 1.17). Without the flag we copy
+    // a WRITE without a number ourselves before it completes (no GPU memory).
     bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
     if (shm && !gpu) info->tx_attr->op_flags = 0;
     // The last WRITE carries a number, as immediate data.
@@ -257,7 +257,7 @@ using Memory = std::unique_ptr<char[], void (*)(void*)>;
 // Allocates zeros. Writing them makes sure that each page exists, which a
 // provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
-  // Much memory is on huge pages, which need fewer entries in the page tables.
+  // Ask for huge pages if it is much: they need fewer entries in page tables.
   if (size >= kHugePageSize) {
     size_t rounded = (size + kHugePageSize - 1) / kHugePageSize * kHugePageSize;
     auto* data = static_cast<char*>(aligned_alloc(kHugePageSize, rounded));
@@ -610,7 +610,7 @@ struct Session {
   }
 
   // Sends a message. Of two in flight, a short one may be complete first at the
-  // other side, as in 4: where the order counts, wait for HasSent in between.
+  // other side. Where the order counts, wait for HasSent in between.
   void Send(AppMessageType type, const std::string& body = {}) {
     if (body.size() > kMaxBodySize) throw std::length_error("a long message");
     size_t i = 0;

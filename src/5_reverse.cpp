@@ -494,8 +494,8 @@ struct Session {
   // Client: tells the server that we want nothing more, which spares it waiting
   // for our silence.
   void SayBye() {
-    Send(AppMessageType::kBye);
     try {
+      Send(AppMessageType::kBye);
       WaitUntil("saying BYE", [&] { return HasSent(); });
     } catch (const std::runtime_error&) {
       // The server will notice our silence.

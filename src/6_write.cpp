@@ -181,9 +181,9 @@ struct Domain {
   explicit Domain(bool with_gpu) : gpu(with_gpu), info(GetInfo(gpu)) {
     printf("domain: %s, fabric: %s, provider: %s\n", info->domain_attr->name,
            info->fabric_attr->name, info->fabric_attr->prov_name);
-    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, as a number does,
-    // under a lock (libfabric 1.17): if it is killed, we wait for ever. Without
-    // the flag we copy all else before a WRITE completes, but no GPU memory.
+    // Over shm, FI_DELIVERY_COMPLETE has the other side copy, under a lock: if
+    // it is killed, we wait for ever (libfabric 1.17). Without the flag we copy
+    // a WRITE without a number ourselves before it completes (no GPU memory).
     bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
     if (shm && !gpu) info->tx_attr->op_flags = 0;
     // The last WRITE carries a number, as immediate data.
@@ -587,8 +587,8 @@ struct Session {
   // Client: tells the server that we want nothing more, which spares it waiting
   // for our silence.
   void SayBye() {
-    Send(AppMessageType::kBye);
     try {
+      Send(AppMessageType::kBye);
       WaitUntil("saying BYE", [&] { return HasSent(); });
     } catch (const std::runtime_error&) {
       // The server will notice our silence.

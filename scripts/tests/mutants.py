@@ -135,6 +135,9 @@ CHANGES = {
         "progress-at-a-time": ("{-if (!session.HasSent()) return;-}", "strict: test_reports"),
         "finished": ("now = {-Busy() ? Clock::now() : finished_at-}{+Clock::now()+};",
             "programs: test_last_line"),
+        "bye": ("    {-try {\n      Send(AppMessageType::kBye)-}"
+            "{+Send(AppMessageType::kBye);\n    try {+}",
+            "failures: test_server_gone_before_the_bye and sockets"),
         "eight": ("{-clients.size() < kMaxClients &&-}", "messages: test_ninth and shm"),
         "client-signal": ("if ({-g_interrupted-}{+false+} && Clock::now()",
             "failures: test_client_signals_at_work and shm"),

@@ -3,6 +3,7 @@ wrong is said."""
 
 import concurrent.futures
 import contextlib
+import fcntl
 import itertools
 import os
 import random
@@ -18,8 +19,8 @@ import pytest
 from fakes import CrowdGuest, FakeClient, FakeServer
 from harness import (LIBFABRIC_LEAKS, PROGRAMS, PROVIDERS, TIME_FACTOR, Server,
                      nobody_at, owned_shm_files, shares_of_a_core, under_strict)
-from marks import (ends_in_a_rendezvous, not_over_verbs, over, takes_shm, takes_strict,
-                   two_providers)
+from marks import (each_provider, ends_in_a_rendezvous, not_over_verbs, over, takes_shm,
+                   takes_strict, two_providers)
 from messages import TEXT, plain
 from repository import ALL, ROOT
 from table import ADDRESS, EXAMPLES, TABLE, WRONG_ADDRESSES
@@ -67,6 +68,30 @@ def test_server_gone(serve, run, build, program):
                     for provider, address in nobody.items()]
         for client in clients:
             client.check_error(".*( the same FI_PROVIDER|still running)[?]")
+
+
+@each_provider
+def test_server_gone_before_the_bye(serve, provider, tmp_path):
+    """A client that has all its pages, and whose server dies before the BYE, compares them
+    all the same. Over sockets, the BYE fails in the post itself."""
+    server = serve("7_queue", provider)
+    os.mkfifo(tmp_path / "unread")
+    pipe = os.open(tmp_path / "unread", os.O_RDWR)
+    # It has room for two lines, so the client stands still with the third, "Received".
+    room = len(server.process.lines[0]) + 80
+    os.write(pipe, b"." * (fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096) - room))
+    client = server.run(
+        ["bash", "-c", 'exec "$@" >"$0"', str(tmp_path / "unread"), *server.command,
+         server.addresses, "64", "10", "1"], server.provider)
+    server.process.wait_for("RandomFill request")
+    time.sleep(2 * TIME_FACTOR)
+    assert client.popen.poll() is None, client.output
+    server.process.kill()
+    output = os.read(pipe, 4096)
+    assert b"Sent RandomFill" in output and b"Received" not in output, output
+    assert client.wait() == 0, client.output
+    assert b"Data is correct.\n" in os.read(pipe, 4096)
+    os.close(pipe)
 
 
 @not_over_verbs("under that limit, no client gets through to the server")

@@ -41,7 +41,7 @@ def test_beside_the_others(tmp_path):
         assert subprocess.run([tmp_path / "build" / name], check=True, text=True,
                               capture_output=True).stdout == "mine\n"
     assert "--- a/src/7_queue.cpp\n+++ b/src/mine.cpp\n" in make("diff-mine")
-    assert "+++ b/src/7_queue.cpp\n" in make("diff-7")
+    assert "+++ b/src/12_sleep.cpp\n" in make("diff-12")
     assert re.match("failed: .*src/another.cpp names no parent", make("diff-another"))
     assert programs(tmp_path) == programs() and "src/2nd-try.cpp" in make("-n")
     assert [*chapters.pages_of_programs(tmp_path)] == [*chapters.pages_of_programs(ROOT)]

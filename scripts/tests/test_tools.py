@@ -101,8 +101,9 @@ def test_verbs_without_a_device(run, build):
 
 
 def test_diff():
-    """What is shared comes first, where the application is another one."""
-    for program in "4_hello", "7_queue", "8_malloc":
+    """What is shared comes first, where the application is another one. The steps 5 to 7 come
+    in two parts."""
+    for program in "4_hello", "14_strangers", "8_malloc":
         output = make(f"diff-{number(program)}")
         assert f"--- a/src/{parent(program)}.cpp" in output
         assert f"+++ b/src/{program}.cpp" in output
@@ -112,6 +113,11 @@ def test_diff():
     assert "--- a/5_reverse.cpp\n" in write and "+++ b/6_write.cpp\n" in gpu
     assert "\n+  void ContinuePostWrite() {\n" in write and "ContinuePostWrite" not in gpu
     assert "\n+void CudaFlushWrites() {\n" in gpu and not re.search("(?i)gpu", write)
+    both, session = make("diff-5").split("==== 2. ")
+    assert "\n+  void Arrived(" in both and "\n+struct ServedClient {\n" in session
+    queue, awake = make("diff-7").split("==== 2. ")
+    assert "\n+  void ProgressPendingOps() {\n" in queue and "kPollsPerYield" not in queue
+    assert "kPollsPerYield" in awake and "+++ b/7_queue.cpp\n" in awake
 
 
 @pytest.mark.static

@@ -57,21 +57,29 @@ fi
 
 # Shows a step in two parts, up to a move and behind it.
 two_parts() {  # BEFORE MOVE AFTER FIRST SECOND
-  echo "==== 1. $4 (moves ${2%.*}.1 to $2) ===="
+  echo "==== 1. Moves ${2%.*}.1 to $2 ===="
+  echo
+  echo "$4."
   echo
   states "$1" "$2"
   echo
-  echo "==== 2. $5 (from move ${2%.*}.$((${2#*.} + 1)) on) ===="
+  echo "==== 2. From move ${2%.*}.$((${2#*.} + 1)) on ===="
+  echo
+  echo "$5."
   echo
   states "$2" "$3"
 }
 
 case $number in
-  5) parts=(4_hello 5.2 5_reverse "Both directions" "A session for each client") ;;
-  6) parts=(5_reverse 6.4 6_write "The WRITE, and when it has arrived"
-    "The same into the memory of a GPU, chapter 6 1/2") ;;
-  7) parts=(6_write 7.3 7_queue "The queue, what may be in flight, and a measure"
-    "No sleep while data moves") ;;
+  5) parts=(4_hello 5.2 5_reverse
+    "Both directions: an address that travels in a message, and an answer"
+    "A session for each client: an endpoint of its own, so that nobody waits for another") ;;
+  6) parts=(5_reverse 6.4 6_write
+    "A WRITE into the memory of another program, and when it has arrived"
+    "The same into the memory of a GPU: chapter 6 1/2") ;;
+  7) parts=(6_write 7.3 7_queue
+    "As fast as the network: a measure, one queue below everything, a limit in flight"
+    "No sleep while data moves, and nothing else that costs time") ;;
   *) parts=() ;;
 esac
 if [ ${#parts[@]} -gt 0 ]; then

@@ -127,7 +127,7 @@ def test_feed(run, late):
 @pytest.mark.thorough
 def test_feed_without_ours_watched(run):
     """With strict.so behind it, the recorder names the buffer and the place."""
-    for _ in range(3):
+    for _ in range(6):
         _, said = watch(run.new_folder(), f"{WITHOUT_OURS()}/feed", "8", "300",
                         BEHIND=f"{BUILD}/strict.so")
         if "WRONG" in said:

@@ -223,7 +223,8 @@ struct Domain {
   // Returns a key, as hard to guess as the provider's keys are wide.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
-    return key >> (64 - 8 * info->domain_attr->mr_key_size);
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key % (uint64_t{1} << bits) : key;
   }
 };
 
@@ -537,7 +538,7 @@ std::string BytesOf(const void* data, size_t size) {
 }
 
 // Returns the body of a message. Throws if it has another type.
-const std::string& BodyOf(const Message& message, AppMessageType type) {
+std::string BodyOf(const Message& message, AppMessageType type) {
   if (message.type != type) {
     throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }
@@ -735,15 +736,18 @@ struct Rails {
   void SayBye() {
     Clock::time_point start = Clock::now();
     for (bool first = true; !all.empty(); first = false) {
-      all.remove_if([&](Session& rail) {
+      for (auto it = all.begin(); it != all.end();) {
+        auto rail = it++;
         try {
-          if (first) rail.Send(AppMessageType::kBye);
-          rail.Poll();
+          if (first) rail->Send(AppMessageType::kBye);
+          rail->Poll();
+          bool late = Clock::now() - start > kByeGrace;
+          if (!rail->HasSent() && !late) continue;
         } catch (const std::runtime_error&) {
-          return true;  // the server will notice our silence
+          // The server will notice our silence.
         }
-        return rail.HasSent() || Clock::now() - start > kByeGrace;
-      });
+        all.erase(rail);
+      }
     }
   }
 };
@@ -1034,7 +1038,7 @@ void ServerMain(const char* program, bool gpu) {
         fprintf(stderr, "error: %s\n", e.what());
       }
     }
-    clients.remove_if([&](ServedClient& client) {
+    for (ServedClient& client : clients) {
       try {
         completions += client.Poll();
         busy |= client.Busy();
@@ -1043,8 +1047,8 @@ void ServerMain(const char* program, bool gpu) {
         fprintf(stderr, "[%zu] error: %s\n", client.number, e.what());
         client.done = true;
       }
-      return client.done;
-    });
+    }
+    clients.remove_if([](const ServedClient& c) { return c.done; });
     if (completions > 0) continue;
     if (!busy) {
       std::this_thread::sleep_for(kIdlePause);

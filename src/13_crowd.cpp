@@ -417,7 +417,7 @@ std::runtime_error BadMessage(const std::string& what) {
 }
 
 // Returns the body of a message. Throws if it has another type.
-const std::string& BodyOf(const Message& message, AppMessageType type) {
+std::string BodyOf(const Message& message, AppMessageType type) {
   if (message.type != type) {
     throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }

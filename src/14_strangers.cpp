@@ -226,7 +226,8 @@ struct Domain {
   // Returns a key, as hard to guess as the provider's keys are wide.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
-    return key >> (64 - 8 * info->domain_attr->mr_key_size);
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key % (uint64_t{1} << bits) : key;
   }
 };
 
@@ -549,7 +550,7 @@ std::string BytesOf(const void* data, size_t size) {
 
 // Returns the body of a message. Throws if it has another type, or says that we
 // are refused.
-const std::string& BodyOf(const Message& message, AppMessageType type) {
+std::string BodyOf(const Message& message, AppMessageType type) {
   AppMessageType is = message.header.type;
   if (is == AppMessageType::kRefused) {
     throw std::runtime_error("refused: " + Printable(message.body));
@@ -759,10 +760,12 @@ struct WaitingLine {
     } catch (const std::runtime_error&) {
       // One that we have told is gone.
     }
-    visitors.remove_if([&](Visitor& visitor) {
-      if (now < visitor.tell_at) return false;
-      return now - visitor.tell_at > kSilenceLimit || Tell(visitor);
-    });
+    for (auto it = visitors.begin(); it != visitors.end();) {
+      auto visitor = it++;
+      if (now < visitor->tell_at) continue;
+      bool late = now - visitor->tell_at > kSilenceLimit;
+      if (late || Tell(*visitor)) visitors.erase(visitor);
+    }
   }
 
   // Tells a client to ask again. libfabric copies so short a message (fi_inject
@@ -1041,18 +1044,21 @@ void ServerMain(const char* program, bool gpu) {
       // What fails for one client must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    clients.remove_if([&](ServedClient& client) {
+    for (ServedClient& client : clients) {
       try {
         completions += client.Poll();
         busy |= client.Busy();
       } catch (const std::exception& e) {
         // It ends this client's session, and costs the others nothing.
-        if (client.done) return true;  // not even a REFUSED leaves
+        if (client.done) {
+          client.leave_at = {};  // not even a REFUSED leaves
+          continue;
+        }
         fprintf(stderr, "[%zu] error: %s\n", client.number, e.what());
         client.done = true;
       }
-      return client.HasLeft();
-    });
+    }
+    clients.remove_if([](const ServedClient& c) { return c.HasLeft(); });
     if (completions > 0) continue;
     if (!busy) {
       std::this_thread::sleep_for(kIdlePause);

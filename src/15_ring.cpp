@@ -176,7 +176,8 @@ struct Domain {
   // Returns a key, as hard to guess as the provider's keys are wide.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
-    return key >> (64 - 8 * info->domain_attr->mr_key_size);
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key % (uint64_t{1} << bits) : key;
   }
 };
 
@@ -445,7 +446,7 @@ std::string BytesOf(const void* data, size_t size) {
 }
 
 // Returns the body of a message. Throws if it has another type.
-const std::string& BodyOf(const Message& message, AppMessageType type) {
+std::string BodyOf(const Message& message, AppMessageType type) {
   if (message.type != type) {
     throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }

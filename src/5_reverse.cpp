@@ -365,7 +365,7 @@ std::runtime_error BadMessage(const std::string& what) {
 }
 
 // Returns the body of a message. Throws if it has another type.
-const std::string& BodyOf(const Message& message, AppMessageType type) {
+std::string BodyOf(const Message& message, AppMessageType type) {
   if (message.type != type) {
     throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }
@@ -575,7 +575,7 @@ void ServerMain(const char* program) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    clients.remove_if([&](ServedClient& client) {
+    for (ServedClient& client : clients) {
       try {
         completions += client.Poll();
       } catch (const std::exception& e) {
@@ -583,8 +583,8 @@ void ServerMain(const char* program) {
         fprintf(stderr, "[%zu] error: %s\n", client.number, e.what());
         client.done = true;
       }
-      return client.done;
-    });
+    }
+    clients.remove_if([](const ServedClient& c) { return c.done; });
     if (completions == 0) std::this_thread::sleep_for(kIdlePause);
   }
 }

@@ -197,7 +197,8 @@ struct Domain {
   // Returns a key, as hard to guess as the provider's keys are wide.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
-    return key >> (64 - 8 * info->domain_attr->mr_key_size);
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key % (uint64_t{1} << bits) : key;
   }
 };
 
@@ -455,7 +456,7 @@ std::string BytesOf(const void* data, size_t size) {
 }
 
 // Returns the body of a message. Throws if it has another type.
-const std::string& BodyOf(const Message& message, AppMessageType type) {
+std::string BodyOf(const Message& message, AppMessageType type) {
   if (message.type != type) {
     throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }
@@ -746,7 +747,7 @@ void ServerMain(const char* program, bool gpu) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    clients.remove_if([&](ServedClient& client) {
+    for (ServedClient& client : clients) {
       try {
         completions += client.Poll();
       } catch (const std::exception& e) {
@@ -754,8 +755,8 @@ void ServerMain(const char* program, bool gpu) {
         fprintf(stderr, "[%zu] error: %s\n", client.number, e.what());
         client.done = true;
       }
-      return client.done;
-    });
+    }
+    clients.remove_if([](const ServedClient& c) { return c.done; });
     if (completions == 0) std::this_thread::sleep_for(kIdlePause);
   }
 }

@@ -198,7 +198,8 @@ struct Domain {
   // Returns a key, as hard to guess as the provider's keys are wide.
   uint64_t RandomKey() {
     uint64_t key = uint64_t{random()} << 32 | random();
-    return key >> (64 - 8 * info->domain_attr->mr_key_size);
+    size_t bits = 8 * info->domain_attr->mr_key_size;
+    return bits < 64 ? key % (uint64_t{1} << bits) : key;
   }
 };
 
@@ -452,7 +453,7 @@ std::string BytesOf(const void* data, size_t size) {
 }
 
 // Returns the body of a message. Throws if it has another type.
-const std::string& BodyOf(const Message& message, AppMessageType type) {
+std::string BodyOf(const Message& message, AppMessageType type) {
   if (message.type != type) {
     throw BadMessage("type " + std::to_string(uint32_t(message.type)));
   }
@@ -932,7 +933,7 @@ void ServerMain(const char* program, const std::string& directory) {
       // A bad message must not end the server.
       fprintf(stderr, "error: %s\n", e.what());
     }
-    clients.remove_if([&](ServedClient& client) {
+    for (ServedClient& client : clients) {
       try {
         if (!client.done) completions += client.Poll();
         busy |= client.Busy();
@@ -943,9 +944,10 @@ void ServerMain(const char* program, const std::string& directory) {
         }
         client.done = true;
       }
-      // To wait for its threads would hold up the others.
-      return client.done && !client.DiskBusy();
-    });
+    }
+    // To wait for its threads would hold up the others.
+    clients.remove_if(
+        [](const ServedClient& c) { return c.done && !c.DiskBusy(); });
     if (completions > 0) continue;
     if (!busy) {
       std::this_thread::sleep_for(kIdlePause);

@@ -203,10 +203,11 @@ CHANGES = {
         "last-write-of-6": ("{-if (last && source->in_flight > 0) return;-}",
             "strict: test_last_write"),
         "key-of-6": ("    {-uint64_t key = uint64_t{random()} << 32 | random();\n"
-            "    return key >> (64 - 8 * info->domain_attr->mr_key_size)-}{+static uint64_t "
+            "    size_t bits = 8 * info->domain_attr->mr_key_size;\n"
+            "    return bits < 64 ? key % (uint64_t{1} << bits) : key-}{+static uint64_t "
             "key = 0;\n"
             "    return ++key+};", "strangers: test_memory_of_a_client"),
-        "key-size": ("return key{- >> (64 - 8 * info->domain_attr->mr_key_size)-};",
+        "key-size": ("return {-bits < 64 ? key % (uint64_t{1} << bits) : -}key;",
             "strict: test_short_keys"),
         "virtual-addresses": (
             "if (domain.info{-->domain_attr->mr_mode & FI_MR_VIRT_ADDR-}{+ == nullptr+}) {",
@@ -254,7 +255,7 @@ CHANGES = {
         "failed-writer": (
             "session.Send(AppMessageType::kFailed, e.what());{+\n      done = true;+}",
             "file: test_failed_while_it_writes"),
-        "leavers-at-the-disk": ("return client.done{- && !client.DiskBusy()-};",
+        "leavers-at-the-disk": ("return c.done{- && !c.DiskBusy()-};",
             "file: test_disk_that_stands_still"),
         "patient-server": ("{-Report();-}", "file: test_disk_slower_than_patience"),
         "patient-sender": (
@@ -403,7 +404,7 @@ CHANGES = {
             "strict: test_late_refusal"),
         "printable": ('"refused: " + {-Printable(message.body)-}{+message.body+}',
             "messages: test_terrible_texts_of_servers"),
-        "wait": ("kSilenceLimit{- || Tell(visitor)-};", "attacks: test_in_line and family"),
+        "wait": ("if (late{- || Tell(*visitor)-})", "attacks: test_in_line and family"),
         "wait-again": ("{+asked == 0 && +}answer.header.type == AppMessageType::kWait;) {",
             "attacks: test_in_line and family"),
         "wait-forgets": (

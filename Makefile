@@ -278,7 +278,7 @@ watch:
 	@BUILD='$(BUILD)' python3 scripts/watch/run.py '$(DIR)' '$(SOURCE)'
 
 # Shows what a program adds to the one that it is based on: make diff-7; what a move
-# adds: make diff-5.3; what several do: make diff-6.1-4.
+# adds: make diff-5.3.
 diff-%:
 	@scripts/diff.sh $* $(OWN) $(PROGRAMS)
 

@@ -7,7 +7,6 @@
 # Of 5, 6 and 7, shows the step in two parts, each of which is a lesson of its own.
 # A program of somebody's own has no number. It is named instead: make diff-mine
 # Of a move, shows what it is for, and what it adds to the one before: make diff-5.3
-# Of several, shows what they add together: make diff-6.1-4
 set -euo pipefail
 cd "$(dirname "$0")/.."
 . scripts/common.sh
@@ -44,12 +43,10 @@ states() {  # BEFORE AFTER
     [ $? -eq 1 ]
 }
 
-if [[ $number =~ ^([0-9]+)\.([0-9]+)(-([0-9]+))?$ ]]; then
-  before=${BASH_REMATCH[1]}.$((BASH_REMATCH[2] - 1))
-  last=${BASH_REMATCH[1]}.${BASH_REMATCH[4]:-${BASH_REMATCH[2]}}
+if [[ $number =~ ^([0-9]+)\.([0-9]+)$ ]]; then
   show() {
-    [ "$number" != "$last" ] || python3 scripts/moves/moves.py head "$number"
-    states "$before" "$last"
+    python3 scripts/moves/moves.py head "$number"
+    states "${BASH_REMATCH[1]}.$((BASH_REMATCH[2] - 1))" "$number"
   }
   paged show
   exit
@@ -57,16 +54,9 @@ fi
 
 # Shows a step in two parts, up to a move and behind it.
 two_parts() {  # BEFORE MOVE AFTER FIRST SECOND
-  echo "==== 1. Moves ${2%.*}.1 to $2 ===="
-  echo
-  echo "$4."
-  echo
+  printf '==== 1. Moves %s.1 to %s ====\n\n%s.\n\n' "${2%.*}" "$2" "$4"
   states "$1" "$2"
-  echo
-  echo "==== 2. From move ${2%.*}.$((${2#*.} + 1)) on ===="
-  echo
-  echo "$5."
-  echo
+  printf '\n==== 2. From move %s.%s on ====\n\n%s.\n\n' "${2%.*}" $((${2#*.} + 1)) "$5"
   states "$2" "$3"
 }
 

@@ -225,8 +225,6 @@ def test_make(tmp_path):
     assert make_it("moves").startswith("5.1   twice ")
     lines = make_it("diff-5.1").splitlines()
     assert lines[0] == "Twice: a function." and "+int Twice(int number) {" in lines
-    both = make_it("diff-5.1-2").splitlines()
-    assert "+int Twice(int number) {" in both and "+++ b/5.2.cpp" in both
     assert "there is no move 5.3; there are: 5.1 5.2" in make_it("diff-5.3")
 
     mine = repo.path("my_5")

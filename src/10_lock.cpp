@@ -523,8 +523,8 @@ struct Session {
     }
   }
 
-  // Posts what waits, and polls. The RECVs are back before the program answers,
-  // and the peer answers that. Returns the number of completions.
+  // Posts what waits, and polls. Posts RECVs again before the program answers,
+  // because the peer may react at once. Returns the number of completions.
   size_t Poll() {
     size_t completions = endpoint.PollCompletion();
     PostRecvs();

@@ -432,8 +432,8 @@ struct Session {
     }
   }
 
-  // Posts what waits, and polls. The RECVs are back before the program answers,
-  // and the peer answers that. Returns the number of completions.
+  // Posts what waits, and polls. Posts RECVs again before the program answers,
+  // because the peer may react at once. Returns the number of completions.
   size_t Poll() {
     endpoint.refused = false;
     if (send_buf.in_flight == 0 && !outbox.empty()) PostSend(outbox.front());

@@ -468,8 +468,8 @@ struct Mailbox {
     }
   }
 
-  // Posts what waits, and polls. The RECVs are back before the program answers,
-  // and the peer answers that. Returns the number of completions.
+  // Posts what waits, and polls. Posts RECVs again before the program answers,
+  // because the peer may react at once. Returns the number of completions.
   size_t Poll() {
     endpoint.refused = false;
     PostReady();

@@ -172,7 +172,8 @@ Info GetInfo() {
   hints->rx_attr->msg_order = FI_ORDER_SAS;
   // Only one thread uses the domain, so the provider needs no locks.
   hints->domain_attr->threading = FI_THREAD_DOMAIN;
-  // The interface's newest version that we know, if the headers know it, too.
+  // The interface's newest version that we and the headers know: an older one
+  // keeps some adapters from GPUs.
   uint32_t version = std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
                               FI_VERSION(2, 0));
   fi_info* info;  // a list, the best one first
@@ -209,7 +210,7 @@ using Memory = std::unique_ptr<char[], void (*)(void*)>;
 // Allocates zeros. Writing them makes sure that each page exists, which a
 // provider may demand before registration (FI_MR_ALLOCATED).
 Memory AllocHost(size_t size) {
-  // Ask for huge pages if it is much: they need fewer entries in page tables.
+  // Ask for huge pages for much memory: they need fewer page table entries.
   if (size >= kHugePageSize) {
     size_t rounded = (size + kHugePageSize - 1) / kHugePageSize * kHugePageSize;
     auto* data = static_cast<char*>(aligned_alloc(kHugePageSize, rounded));

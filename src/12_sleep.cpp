@@ -159,8 +159,8 @@ Info GetInfo() {
   // Messages to the same peer must take its RECVs in the order of their SENDs.
   hints->tx_attr->msg_order = FI_ORDER_SAS;
   hints->rx_attr->msg_order = FI_ORDER_SAS;
-  // The interface's newest version that we and the headers know: an older one
-  // keeps some adapters from GPUs.
+  // The interface's newest version that we and the headers know: with an older
+  // one, some providers offer no GPU memory.
   uint32_t version = std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
                               FI_VERSION(2, 0));
   fi_info* info;  // a list, the best one first

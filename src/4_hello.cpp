@@ -141,8 +141,8 @@ Info GetInfo() {
   hints->mode = FI_CONTEXT | FI_CONTEXT2;
   hints->domain_attr->mr_mode =
       FI_MR_LOCAL | FI_MR_ALLOCATED | FI_MR_VIRT_ADDR | FI_MR_PROV_KEY;
-  // The interface's newest version that we and the headers know: an older one
-  // keeps some adapters from GPUs.
+  // The interface's newest version that we and the headers know: with an older
+  // one, some providers offer no GPU memory.
   uint32_t version = std::min(FI_VERSION(FI_MAJOR_VERSION, FI_MINOR_VERSION),
                               FI_VERSION(2, 0));
   fi_info* info;  // a list, the best one first

@@ -1121,7 +1121,7 @@ void ClientMain(const std::vector<Address>& server_addrs, bool gpu,
   rails.WaitUntil("waiting for the pages", [&] {
     rails.ForEach([](Session& rail) {
       while (std::optional<Message> message = rail.Take()) {
-        BodyOf(*message, AppMessageType::kProgress);
+        BodyOf(*message, AppMessageType::kProgress);  // throws if it is another
       }
     });
     return filled;

@@ -925,7 +925,7 @@ void ClientMain(const Address& server_addr, bool gpu, size_t page_size,
          page_size, num_pages);
   session.WaitUntil("waiting for the pages", [&] {
     while (std::optional<Message> message = session.Take()) {
-      BodyOf(*message, AppMessageType::kProgress);
+      BodyOf(*message, AppMessageType::kProgress);  // throws if it is another
     }
     return filled;
   });

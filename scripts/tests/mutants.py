@@ -429,7 +429,7 @@ CHANGES = {
             "(made_pages < page_idx.size()) {\n"
             "        MakeNextPage();\n        if (!source) break;\n      }+}",
             "attacks: test_pages_of_another"),
-        "waiting": ("BodyOf(*message, AppMessageType::kProgress);\n"
+        "waiting": ("BodyOf(*message, AppMessageType::kProgress);  // throws if it is another\n"
             "      {-session.Send(AppMessageType::kProgress);-}",
             "attacks: test_waiting_is_not_silence"),
         "waiting-dead": ("    {+session.heard_at = Clock::now();\n    +}if (posted_write_ops > 0) "

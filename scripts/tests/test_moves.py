@@ -44,7 +44,7 @@ PROMISES = {
         "": HELLO,
         "limit": HELLO._replace(late=NOTHING_HAPPENED),
         "close": HELLO._replace(late=NOTHING_HAPPENED, leaves_nothing=True),
-        "parts": HELLO,
+        "signal": HELLO,
         "stay": HELLO._replace(clients=[[], []],
                                server={"^Received 13 bytes: Hello, world!$": 2}),
         "record": Promise([["x" * 60000], ["two"]] * 4, "^Sent (60000|3) bytes\\.$",

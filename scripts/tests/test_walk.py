@@ -152,19 +152,20 @@ def test_any_order(walk):
 
 
 @takes_shm
-@after(4, "parts stay")
+@after(4, "close signal")
 def test_closed_terminal(walk):
     """A signal closes nothing, and leaves the server's shared memory behind, until it only
     sets a flag."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has us and our children ignore it
-    for word in "parts", "stay":
+    for word in "close", "signal":
         server = walk(4, word, "shm")
         server.process.signal(signal.SIGHUP)
         status = server.process.wait()
         left = owned_shm_files([server.process.popen.pid], server.process.born)
         for name in left:
             os.unlink("/dev/shm/" + name)
-        assert (status, bool(left)) == {"parts": (-signal.SIGHUP, True), "stay": (0, False)}[word]
+        assert (status, bool(left)) == {"close": (-signal.SIGHUP, True),
+                                        "signal": (1, False)}[word]
 
 
 @after(4, "record error free")

@@ -5,8 +5,9 @@
 // - A program that touches it by itself dies: nobody may touch the addresses
 //   that cudaMalloc returns. The same memory is mapped once more, for the copies
 //   made here and for the adapter (strict.cpp).
-// - What an adapter has written shows in cudaMemcpy only after
-//   cudaDeviceFlushGPUDirectRDMAWrites.
+// - A copy of what an adapter has written, and nothing has flushed, breaks a rule
+//   of strict.cpp. A real GPU would show it to the copy, but perhaps not to a
+//   kernel that is running.
 // - A copy or cudaMemset to the GPU happens no earlier than it has to:
 //   in cudaDeviceSynchronize, or when something is copied from the GPU.
 //
@@ -58,7 +59,7 @@ cudaError_t Call(const char* name) {
 // What has been allocated at an address.
 struct Memory {
   char* alias;  // the memory, as an adapter sees it
-  char* seen;   // as the GPU sees it
+  char* seen;   // as a running kernel may see it
   size_t size;  // a multiple of that of a page
 };
 std::map<char*, Memory> g_memory;
@@ -88,8 +89,8 @@ void Finish() {
   g_late.clear();
 }
 
-// Returns whether a copy shows what an adapter has written only after a flush. A
-// GPU that has no such order and no flush is none that one can test with.
+// Returns whether work that is running needs a flush to see what an adapter has
+// written. A GPU that has no such order and no flush is none that one can test with.
 bool NeedsFlush() {
   return Setting("CUDA_STUB_ORDERING", 0) <
              cudaGPUDirectRDMAWritesOrderingOwner &&
@@ -160,7 +161,10 @@ cudaError_t cudaMemcpy(void* to, const void* from, size_t size,
   }
   if (!to_gpu) {
     Finish();
-    memcpy(to, NeedsFlush() ? source.seen : source.alias, size);
+    if (NeedsFlush() && memcmp(source.seen, source.alias, size) != 0) {
+      Tell("strict_gpu_not_flushed");
+    }
+    memcpy(to, source.alias, size);
     return cudaSuccess;
   }
   // The program may reuse its memory, so we keep a copy.

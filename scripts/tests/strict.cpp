@@ -64,6 +64,9 @@
 //   cq         completions never outnumber the entries of their queue; efa does not prevent it
 //              (docs/efa_fabric_comparison.md, FI_RM_ENABLED)
 //   peer       an address is used after fi_av_insert and before fi_av_remove (fi_av(3))
+//   flush      what an adapter has written into a GPU's memory is flushed before it is read
+//              (cudaDeviceFlushGPUDirectRDMAWrites in NVIDIA's CUDA Runtime API). A copy
+//              could do without, but not a kernel that is running
 //   wait       fi_trywait takes queues that have a descriptor (prov/verbs/src/verbs_cq.c), and
 //              has allowed each poll(2) after the last completion was read (fi_poll(3))
 //
@@ -321,6 +324,12 @@ std::map<char*, GpuMemory> g_gpu_memory;
 
 extern "C" void strict_gpu_memory(void* data, void* alias, size_t size) {
   g_gpu_memory[static_cast<char*>(data)] = {static_cast<char*>(alias), size};
+}
+
+extern "C" void strict_gpu_not_flushed() {
+  Broken(
+      true, "flush",
+      "GPU memory is read before a flush: a running kernel may see old data");
 }
 
 extern "C" void strict_gpu_memory_freed(void* data) {

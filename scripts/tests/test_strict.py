@@ -1,7 +1,7 @@
 """Adapters and GPUs that are not here. build/strict.so (strict.cpp) makes tcp and shm
 as strict as EFA may be, and says which of its rules a program breaks. The programs in
 build/cuda/ are linked with cuda_stub.cpp, whose GPU has memory that kills those who
-touch it, and that shows what an adapter has written only after a flush."""
+touch it, and wants a flush before what an adapter has written is read."""
 
 import os
 import re

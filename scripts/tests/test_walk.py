@@ -353,12 +353,12 @@ def test_asleep(walk):
 @after(6, "gpu flush")
 @pytest.mark.thorough
 def test_gpu(run):
-    """The copy has to end before the WRITE, and what has come has to be flushed. The
-    stand-ins have a GPU, and an adapter for it."""
+    """The copy has to end before the WRITE, and what has come has to be flushed, which a
+    kernel that is running would notice. The stand-ins have a GPU, and an adapter for it."""
     names = {word: name_of(6, word) for word in ("gpu", "flush")}
     make(*(f"{BUILD}/cuda/{name}" for name in names.values()))
     strict = under_strict(run)
-    for one, other, right in [("gpu", "flush", False), ("flush", "gpu", False),
+    for one, other, right in [("gpu", "flush", False), ("flush", "gpu", True),
                               ("flush", "flush", True)]:
         server = AnyServer(run, f"{BUILD}/cuda", names[one], "shm", "--gpu", **strict)
         client = run([f"{BUILD}/cuda/{names[other]}", "--gpu", server.address], "shm",
@@ -367,6 +367,7 @@ def test_gpu(run):
         assert ("Data is correct." if right else "error: the data is not correct") in \
             client.output
         assert "regions of GPU memory=1" in client.output
+        assert ("VIOLATION of flush: " in client.output) == (other == "gpu")
 
 
 @pytest.mark.parametrize("provider", ["", "shm"])

@@ -163,7 +163,7 @@ struct Domain {
            info->fabric_attr->name, info->fabric_attr->prov_name);
     // Over shm, FI_DELIVERY_COMPLETE has the other side copy, under a lock: if
     // it is killed, we wait for ever (libfabric 1.17). Without the flag we copy
-    // host memory ourselves, or queue it if short, before a WRITE completes.
+    // a WRITE without a number ourselves before it completes.
     bool shm = strcmp(info->fabric_attr->prov_name, "shm") == 0;
     if (shm) info->tx_attr->op_flags = 0;
     // Each WRITE carries its number, as immediate data.

@@ -57,6 +57,8 @@ def check(server, client, timeout=60):
     server.served = number = getattr(server, "served", 0) + 1
     server.process.wait_for(rf"^\[{number}\] Done\.$")
     assert not server.errors(), server.process.output
+    # No WRITE counts twice, even if it was posted twice.
+    assert re.findall(rf"(?m)^\[{number}\] .* WRITE: 100%, (\d+)/\1, ", server.process.output)
     return shares(server, number)
 
 

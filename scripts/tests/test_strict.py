@@ -335,7 +335,7 @@ class TestGpu:
     def test_shm(self, strict, program):
         """Over shm, what is in host memory has been copied when its WRITE completes. Of
         GPU memory a program has to ask for that."""
-        server = strict(program, "shm", CUDA, STRICT_NAME="shm", STRICT_DELAY_US="200000")
+        server = strict(program, "shm", CUDA, STRICT_NAME="shm", STRICT_WRITE_DELAY_US="200000")
         client = check_transfer(server, *ARGUMENTS[program], STRICT_DELAY_US="0",
                                 STRICT_CQ_DELAY_US="0")
         assert "provider: shm" in client.output

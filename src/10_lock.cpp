@@ -586,7 +586,7 @@ struct Session {
     heard_at = Clock::now();
     size_t empty_polls = 0;
     while (!done()) {
-      // Gives what is in flight a moment: over shm, leaving earlier may crash.
+      // Gives READs in flight a moment to complete: leaving earlier may crash.
       if (g_interrupted && Clock::now() - heard_at > kContactGrace) {
         throw std::runtime_error("interrupted");
       }

@@ -468,15 +468,18 @@ std::string BodyOf(const Message& message, AppMessageType type) {
 struct Session {
   Domain& domain;
   std::deque<Buffer> recv_bufs;
-  std::deque<Buffer> send_bufs;  // as many as were ever in use
-  std::deque<Message> inbox;     // that have arrived
+  Buffer send_buf;
+  std::deque<Message> inbox;   // that have arrived
+  std::deque<Message> outbox;  // that wait for send_buf
   fi_addr_t peer = FI_ADDR_UNSPEC;
   Clock::time_point heard_at = Clock::now();  // the last sign of life
   Clock::time_point opened_at = heard_at;
   Endpoint endpoint;  // the last, so that it is closed before it loses buffers
 
   explicit Session(Domain& open_domain)
-      : domain(open_domain), endpoint(domain) {
+      : domain(open_domain),
+        send_buf(domain, kMaxMessageSize, FI_SEND),
+        endpoint(domain) {
     for (size_t i = 0; i < kRecvCount; ++i) {
       recv_bufs.emplace_back(domain, kMaxMessageSize, FI_RECV);
     }
@@ -497,9 +500,23 @@ struct Session {
   // Posts what waits, and polls. Posts RECVs again before the program answers,
   // because the peer may react at once. Returns the number of completions.
   size_t Poll() {
+    if (send_buf.in_flight == 0 && !outbox.empty()) PostSend(outbox.front());
     size_t completions = endpoint.PollCompletion();
     PostRecvs();
     return completions;
+  }
+
+  // Posts a message, which is the first of the outbox.
+  void PostSend(const Message& message) {
+    char* data = send_buf.data.get();
+    memcpy(data, &message.type, sizeof(message.type));
+    message.body.copy(data + sizeof(message.type), message.body.size());
+    endpoint.Post({.type = RdmaOpType::kSend,
+                   .peer = peer,
+                   .buf = &send_buf,
+                   .len = sizeof(message.type) + message.body.size(),
+                   .callback = [](const RdmaOp& op) { op.Check(); }});
+    outbox.pop_front();
   }
 
   // Puts the message that has come with a RECV into the inbox. One that is too
@@ -516,31 +533,14 @@ struct Session {
     heard_at = Clock::now();
   }
 
-  // Sends a message. Of two in flight, a short one may be complete first at the
-  // other side. Where the order counts, wait for HasSent in between.
+  // Sends a message, as soon as those before it have left.
   void Send(AppMessageType type, const std::string& body = {}) {
     if (body.size() > kMaxBodySize) throw std::length_error("a long message");
-    size_t i = 0;
-    while (i < send_bufs.size() && send_bufs[i].in_flight > 0) ++i;
-    if (i == send_bufs.size()) {
-      send_bufs.emplace_back(domain, kMaxMessageSize, FI_SEND);
-    }
-    Buffer& buf = send_bufs[i];
-    char* data = buf.data.get();
-    memcpy(data, &type, sizeof(type));
-    body.copy(data + sizeof(type), body.size());
-    endpoint.Post({.type = RdmaOpType::kSend,
-                   .peer = peer,
-                   .buf = &buf,
-                   .len = sizeof(type) + body.size(),
-                   .callback = [](const RdmaOp& op) { op.Check(); }});
+    outbox.push_back({type, body});
   }
 
   // Returns whether all messages have left.
-  bool HasSent() const {
-    return std::all_of(send_bufs.begin(), send_bufs.end(),
-                       [](const Buffer& b) { return b.in_flight == 0; });
-  }
+  bool HasSent() const { return outbox.empty() && send_buf.in_flight == 0; }
 
   // Takes out the next message, if there is one.
   std::optional<Message> Take() {

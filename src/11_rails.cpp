@@ -800,7 +800,6 @@ struct ServedClient {
   size_t finished_write_ops = 0;
   size_t total_write_ops = 0;
   Clock::time_point write_start_at;
-  Clock::time_point finished_at;  // the last WRITE has completed
   Clock::time_point reported_at;
   bool done = false;  // has said BYE, or its session has failed
 
@@ -840,7 +839,6 @@ struct ServedClient {
       if (rail.asked && !done) ContinuePostWrite(rail);
     });
     if (done) {
-      if (source) PrintProgress();
       printf("[%zu] Done.\n", number);
       return completions;
     }
@@ -958,7 +956,7 @@ struct ServedClient {
            rail.writes.erase(write);
            ++rail.written;
            ++finished_write_ops;
-           if (!Busy()) finished_at = rail.heard_at;
+           if (!Busy()) PrintProgress();
          }});
   }
 
@@ -976,8 +974,7 @@ struct ServedClient {
   // Prints how far the WRITEs have come, how fast, and how many of them each
   // rail has done.
   void PrintProgress() const {
-    Clock::time_point now = Busy() ? Clock::now() : finished_at;
-    std::chrono::duration<double> seconds = now - write_start_at;
+    std::chrono::duration<double> seconds = Clock::now() - write_start_at;
     double mpps = double(finished_write_ops) / seconds.count() * 1e-6;
     size_t eagain_count = 0;
     std::string shares;

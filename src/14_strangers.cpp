@@ -835,7 +835,6 @@ struct ServedClient {
   size_t posted_write_ops = 0;
   size_t total_write_ops = 0;
   Clock::time_point write_start_at;
-  Clock::time_point finished_at;  // the last WRITE has completed
   Clock::time_point reported_at;
   bool done = false;           // has said BYE, or its session has failed
   Clock::time_point leave_at;  // until then, a REFUSED may leave
@@ -862,7 +861,6 @@ struct ServedClient {
     try {
       while (std::optional<Message> message = session.Take()) {
         if (message->header.type == AppMessageType::kBye) {
-          if (posted_write_ops > 0) PrintProgress();
           printf("[%zu] Done.\n", number);
           done = true;
           return completions;
@@ -982,7 +980,7 @@ struct ServedClient {
          .callback = [this](const RdmaOp& op) {
            op.Check();
            session.heard_at = Clock::now();
-           if (!Busy()) finished_at = session.heard_at;
+           if (!Busy()) PrintProgress();
          }});
   }
 
@@ -998,8 +996,7 @@ struct ServedClient {
 
   // Prints how far the WRITEs have come, and how fast.
   void PrintProgress() const {
-    Clock::time_point now = Busy() ? Clock::now() : finished_at;
-    std::chrono::duration<double> seconds = now - write_start_at;
+    std::chrono::duration<double> seconds = Clock::now() - write_start_at;
     size_t finished = FinishedWriteOps();
     double mpps = double(finished) / seconds.count() * 1e-6;
     printf(

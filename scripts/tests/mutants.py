@@ -112,7 +112,7 @@ CHANGES = {
     },
     "7_queue": {
         "busy-again": ("    {+static +}bool busy", "failures: test_idle_in_a_session"),
-        "overwritten-of-7": ("{-while (i < send_bufs.size() && send_bufs[i].in_flight > 0) ++i;-}",
+        "overwritten-of-7": ("if ({-send_buf.in_flight == 0 && -}!outbox.empty())",
             "strict: test_late_sends"),
         "session-last": (
             "  {-std::optional<Buffer> source;  // the pages, once the client has asked\n"
@@ -133,8 +133,6 @@ CHANGES = {
             "programs: test_slow_cable"),
         "progress": ("{-session.Send(AppMessageType::kProgress);-}", "programs: test_slow_cable"),
         "progress-at-a-time": ("{-if (!session.HasSent()) return;-}", "strict: test_reports"),
-        "finished": ("now = {-Busy() ? Clock::now() : finished_at-}{+Clock::now()+};",
-            "programs: test_last_line"),
         "bye": ("    {-try {\n      Send(AppMessageType::kBye)-}"
             "{+Send(AppMessageType::kBye);\n    try {+}",
             "failures: test_server_gone_before_the_bye and sockets"),

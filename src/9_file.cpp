@@ -878,8 +878,7 @@ struct ServedClient {
     if (saved_chunks == num_chunks && !finish.valid()) {
       finish = std::async(std::launch::async, [this] { file->Finish(); });
     }
-    // READY of an empty file may still be in flight.
-    if (!Ended(finish) || !session.HasSent()) return;
+    if (!Ended(finish)) return;
     finish.get();
     PrintProgress();
     printf("[%zu] Saved %s.\n", number, file->name.c_str());

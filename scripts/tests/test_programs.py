@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS, Server, wait_until
+from harness import PROGRAMS, PROVIDERS, RXM_BUFFERS, wait_until
 from marks import each_provider, two_providers
-from repository import variant
 from table import TABLE
 
 CLIENTS = 24  # of test_one_after_the_other

@@ -156,8 +156,7 @@ def test_removed(strict):
 
 @pytest.mark.parametrize("program", ["5_reverse", "7_queue"])
 def test_late_sends(strict, program):
-    """A message has its answer before its SEND has completed. The next one waits for that,
-    or has another buffer."""
+    """A message has its answer before its SEND has completed. The next one waits for that."""
     check_transfer(strict(program, "shm", STRICT_LATE_SENDS_US="1000000"))
 
 

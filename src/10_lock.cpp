@@ -893,8 +893,8 @@ struct MemoryClient {
   // Asks where the server's memory is.
   void Join() {
     session.Send(AppMessageType::kJoin);
-    std::string body =
-        session.WaitFor("waiting for an answer", AppMessageType::kReply);
+    WaitUntil("waiting for an answer", [&] { return !session.inbox.empty(); });
+    std::string body = BodyOf(*session.Take(), AppMessageType::kReply);
     body.copy(reinterpret_cast<char*>(&joined), sizeof(joined));
     if (joined.size != sizeof(SharedTable) || joined.seat >= kMaxClients) {
       throw BadMessage("the server's memory is of another kind");

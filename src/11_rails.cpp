@@ -704,7 +704,7 @@ struct Rails {
   void Connect(std::list<Domain>& domains,
                const std::vector<Address>& server_addrs) {
     // The server learns by it which rails are ours.
-    uint64_t id = domains.front().RandomKey();
+    uint64_t id = std::mt19937_64{std::random_device{}()}();
     for (Domain& domain : domains) {
       if (all.size() == server_addrs.size()) break;
       const Address& addr = server_addrs[all.size()];
@@ -813,11 +813,13 @@ struct ServedClient {
 
   // Opens our end of a rail, and tells the client which endpoint it is.
   void AddRail(Domain& domain, const Address& addr) {
-    Session& rail = rails.all.emplace_back(domain);
+    std::list<Session> opened;  // the client's only if all of this goes well
+    Session& rail = opened.emplace_back(domain);
     printf("[%zu] Received CONNECT message from client %s on %s\n", number,
            ToHex(addr).c_str(), rail.Name());
     rail.peer = rail.endpoint.AddPeerAddress(addr);
     rail.Send(AppMessageType::kAccept, rail.endpoint.addr);
+    rails.all.splice(rails.all.end(), opened);
   }
 
   // Does what can be done for the client now. Returns the number of

@@ -841,6 +841,7 @@ struct ServedClient {
       if (rail.asked && !done) ContinuePostWrite(rail);
     });
     if (done) {
+      if (Busy()) PrintProgress();  // our last completions are late
       printf("[%zu] Done.\n", number);
       return completions;
     }

@@ -127,8 +127,10 @@ void CatchSignals() {
   for (int sig : {SIGINT, SIGTERM, SIGHUP, SIGPIPE}) signal(sig, HandleSignal);
 }
 
-// Replaces what could deceive on a terminal: all that is not plain ASCII.
+// Replaces what could deceive on a terminal, all that is not plain ASCII, and
+// cuts off what would fill it.
 std::string Printable(std::string text) {
+  text = text.substr(0, 200);
   for (char& c : text) c = c < ' ' || c > '~' ? '?' : c;
   return text;
 }
@@ -861,6 +863,8 @@ struct ServedClient {
     try {
       while (std::optional<Message> message = session.Take()) {
         if (message->header.type == AppMessageType::kBye) {
+          // Our last completions are late.
+          if (posted_write_ops > 0 && Busy()) PrintProgress();
           printf("[%zu] Done.\n", number);
           done = true;
           return completions;

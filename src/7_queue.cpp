@@ -705,6 +705,7 @@ struct ServedClient {
     size_t completions = session.Poll();
     while (std::optional<Message> message = session.Take()) {
       if (message->type == AppMessageType::kBye) {
+        if (Busy()) PrintProgress();  // our last completions are late
         printf("[%zu] Done.\n", number);
         done = true;
         return completions;

@@ -225,6 +225,9 @@ def test_request_over_each_rail(run, serve):
     server = serve("11_rails")
     first, second = FakeClient(run, server), FakeClient(run, server)
     first.open_session()
+    other = FakeClient(run, server)
+    other.rails = first.rails
+    other.send(other.connect(b"no address"))  # would be the second of three rails
     assert join(server, second, first) == first.number
     for rail, indices in (first, [1, 2]), (second, [1, 2, 3]):
         addr, key = rail.memory()

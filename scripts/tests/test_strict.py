@@ -242,16 +242,20 @@ LITTLE = variant("14_strangers", ("kMaxTransfer = 512 << 20", "kMaxTransfer = 1 
                  ("kMaxClients = 8", "kMaxClients = 1"))
 
 
-def test_late_refusal(run, strict):
-    """A server has less memory than its client may ask for. The client hears so, however
-    late this message starts. Until it has left, its client keeps its place, but not for
-    long: then the next one is served."""
+@pytest.mark.parametrize("late,error", [
+    ("0", "refused: bad message: 100 pages$"), ("600000000", "nothing has happened for 10 s")])
+def test_late_refusal(run, strict, late, error):
+    """A server has less memory than its client may ask for. The client hears so, though this
+    message starts late. Or it can't start, because the ACCEPT before it does not complete.
+    Until it has left, its client keeps its place, but not for long: then the next one is
+    served."""
     server = strict("14_strangers", "shm", LITTLE(), STRICT_DELAY_US="300000",
-                    STRICT_LATE_SENDS_US="600000000")
+                    STRICT_LATE_SENDS_US=late)
     client = run([f"{BUILD}/14_strangers", server.address, "65536", "100", "1"], "shm",
-                 **{**server.env, "STRICT_DELAY_US": "0"})
-    client.check_error("refused: bad message: 100 pages$")
+                 **{**server.env, "STRICT_DELAY_US": "0", "STRICT_LATE_SENDS_US": "0"})
+    server.process.wait_for("error: bad message: 100 pages$")
     other = server.check_client("65536", "5", "1", STRICT_LATE_SENDS_US="0")
+    client.check_error(error)
     server.stop()
     check_rules(client, other, server.process)
 

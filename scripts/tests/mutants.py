@@ -284,10 +284,14 @@ CHANGES = {
         "seat-bound": (
             "if (joined.size != sizeof(SharedTable){- || joined.seat >= kMaxClients-}) {",
             "lock: test_bad_replies"),
+        "interrupted-message": ('{-WaitUntil("waiting-}{+session.WaitUntil("waiting+} for an answer"',
+            "lock: test_interrupted_in_the_messages"),
         "holes": ("{-correct &= holes <= failures;-}",
             "lock: test_the_server_finds or test_failed_clients"),
     },
     "11_rails": {
+        "rail-opened": ("Session& rail = {-opened-}{+rails.all+}.emplace_back(domain);",
+            "rails: test_request_over_each_rail"),
         "rail-again": ("{-again.insert(rail->writes.begin(), rail->writes.end());-}",
             "rails: test_link_down"),
         "rail-number": ("{ return {-served.id == id-}{+!served.id.empty()+}; }",

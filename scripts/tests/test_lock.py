@@ -54,6 +54,17 @@ def turns(client):
         client.output, re.M).groups()]
 
 
+def test_interrupted_in_the_messages(serve):
+    """A signal counts between two messages, each of which takes microseconds."""
+    server = serve("10_lock")
+    client = server.start_client("100000")
+    server.process.wait_for("Received CONNECT")
+    time.sleep(0.7)
+    client.interrupt()
+    assert "messages and their answers" not in client.output
+    server.stop()
+
+
 @two_providers
 @pytest.mark.thorough
 def test_together(serve, provider):

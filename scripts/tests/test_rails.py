@@ -221,7 +221,8 @@ def join(server, rail, first):
 
 def test_request_over_each_rail(run, serve):
     """The first one begins the transfer. Another one says only where the memory is for its
-    adapter, whatever else is in it, and over the same rail there may be no second one."""
+    adapter, whatever else is in it, and over the same rail there may be no second one. A rail
+    that can't be opened is nobody's."""
     server = serve("11_rails")
     first, second = FakeClient(run, server), FakeClient(run, server)
     first.open_session()

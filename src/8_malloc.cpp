@@ -360,18 +360,6 @@ struct Endpoint {
     ProgressPendingOps();
   }
 
-  // Hands over what is waiting, as far as libfabric has room. An operation that
-  // libfabric refuses completes at once, with an error.
-  void ProgressPendingOps() {
-    while (!pending_ops.empty()) {
-      RdmaOp* op = pending_ops.front();
-      ssize_t ret = Submit(op);
-      if (ret == -FI_EAGAIN) return;  // reading completions makes room
-      pending_ops.pop_front();
-      if (ret != 0) Complete(op, 0, fi_strerror(int(-ret)));
-    }
-  }
-
   // Returns whether libfabric has taken everything that was posted.
   bool HasRoom() const { return pending_ops.empty(); }
 
@@ -391,6 +379,18 @@ struct Endpoint {
     }
     return fi_read(ep, data, op->len, desc, op->peer, op->remote_addr,
                    op->remote_key, op);
+  }
+
+  // Hands over what is waiting, as far as libfabric has room. An operation that
+  // libfabric refuses completes at once, with an error.
+  void ProgressPendingOps() {
+    while (!pending_ops.empty()) {
+      RdmaOp* op = pending_ops.front();
+      ssize_t ret = Submit(op);
+      if (ret == -FI_EAGAIN) return;  // reading completions makes room
+      pending_ops.pop_front();
+      if (ret != 0) Complete(op, 0, fi_strerror(int(-ret)));
+    }
   }
 
   // Reads what has completed and calls back. Many providers work only while we

@@ -856,8 +856,8 @@ struct Ring {
     }
   }
 
-  // Lends the left neighbour the slots that are free again. Only one CREDIT is
-  // on its way at a time, so a few RECVs are enough for any number of slots.
+  // Lends the left neighbour the slots that are free again. A CREDIT speaks for
+  // all of them, so a few RECVs are enough for any number of slots.
   void ContinueCredit() {
     uint64_t now = std::min(taken + kSlots, total);
     if (now <= lent || !left.session.HasSent()) return;

@@ -1085,6 +1085,8 @@ void ClientMain(const std::vector<Address>& server_addrs, bool gpu,
   // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
   uint64_t access = FI_REMOTE_WRITE | FI_RECV;
   Buffer memory(domains.front(), room * page_size, access, gpu);
+  AppRandomFillMessage request = {};
+  bool filled = false;
   Rails rails;
   rails.Connect(domains, server_addrs);
 
@@ -1094,7 +1096,6 @@ void ClientMain(const std::vector<Address>& server_addrs, bool gpu,
   std::iota(page_idx.begin(), page_idx.end(), 0);
   std::shuffle(page_idx.begin(), page_idx.end(), random);
   page_idx.resize(num_pages);
-  AppRandomFillMessage request = {};
   // The server names a place in our memory by its address or, if the provider
   // does without FI_MR_VIRT_ADDR, by its distance from the start.
   if (domains.front().info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
@@ -1105,7 +1106,6 @@ void ClientMain(const std::vector<Address>& server_addrs, bool gpu,
   request.page_size = uint32_t(page_size);
   request.imm_data = uint32_t(random()) | 1;
   request.total_repeat = total_repeat;
-  bool filled = false;
   rails.ForEach([&](Session& rail) {
     rail.endpoint.on_imm_data = [&](uint32_t imm_data) {
       if (imm_data == request.imm_data) filled = true;

@@ -1094,6 +1094,8 @@ void ClientMain(const Address& server_addr, bool gpu, size_t page_size,
   size_t room = num_pages + num_pages / 8 + 1;
   // FI_RECV, too: an adapter without WRITEs has us fetch the data ourselves.
   Buffer memory(domain, room * page_size, FI_REMOTE_WRITE | FI_RECV, gpu);
+  AppRandomFillMessage request = {};
+  bool filled = false;
   Session session(domain);
   session.Connect(server_addr);
 
@@ -1103,7 +1105,6 @@ void ClientMain(const Address& server_addr, bool gpu, size_t page_size,
   std::iota(page_idx.begin(), page_idx.end(), 0);
   std::shuffle(page_idx.begin(), page_idx.end(), random);
   page_idx.resize(num_pages);
-  AppRandomFillMessage request = {};
   // The server names a place in our memory by its address or, if the provider
   // does without FI_MR_VIRT_ADDR, by its distance from the start.
   if (domain.info->domain_attr->mr_mode & FI_MR_VIRT_ADDR) {
@@ -1115,7 +1116,6 @@ void ClientMain(const Address& server_addr, bool gpu, size_t page_size,
   request.page_size = uint32_t(page_size);
   request.imm_data = uint32_t(random()) | 1;
   request.total_repeat = total_repeat;
-  bool filled = false;
   session.endpoint.on_imm_data = [&](uint32_t imm_data) {
     if (imm_data == request.imm_data) filled = true;
   };

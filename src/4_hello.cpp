@@ -402,9 +402,9 @@ void ClientMain(const Address& server_addr, const std::string& text) {
   Domain domain;
   Buffer buf(domain, text.size(), FI_SEND);
   memcpy(buf.data.get(), text.data(), text.size());
+  bool sent = false;
   Endpoint endpoint(domain);
   fi_addr_t server = endpoint.AddPeerAddress(server_addr);
-  bool sent = false;
   const char* what =
       "sending the text (is the server running, with the same FI_PROVIDER?)";
   endpoint.WaitUntil(what, [&] {

@@ -120,7 +120,7 @@ def test_last_write(strict, program):
     """The WRITE that says that all pages are there overtakes all others, and its client
     loses no time. So it must not be posted before the others have completed, which has
     to mean that their data is in place."""
-    server = strict(program, "shm", STRICT_DELAY_US="200000")
+    server = strict(program, "shm", STRICT_WRITE_DELAY_US="200000")
     check_transfer(server, *ARGUMENTS[program], STRICT_DELAY_US="0",
                    STRICT_CQ_DELAY_US="0")
 

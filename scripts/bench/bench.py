@@ -37,10 +37,11 @@ def environment(provider):
 def background(core, provider, *command):
     """Starts a program, and ends it at the end of the block. Its output can be read
     from stdout."""
-    # setpriv ends the program even if we are killed, and timeout if it hangs.
+    # setpriv ends the program even if we are killed, and timeout if it hangs. Without
+    # --foreground it would send two signals, and the second leaves shared memory behind.
     with subprocess.Popen(
-            ["setpriv", "--pdeathsig", "TERM", "timeout", "-k", "5", str(TIME_LIMIT),
-             "taskset", "-c", str(core), *command],
+            ["setpriv", "--pdeathsig", "TERM", "timeout", "--foreground", "-k", "5",
+             str(TIME_LIMIT), "taskset", "-c", str(core), *command],
             env=environment(provider), text=True, stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT) as process:
         try:

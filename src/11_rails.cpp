@@ -813,7 +813,7 @@ struct ServedClient {
 
   // Opens our end of a rail, and tells the client which endpoint it is.
   void AddRail(Domain& domain, const Address& addr) {
-    std::list<Session> opened;  // the client's only if all of this goes well
+    std::list<Session> opened;  // joins the client's if nothing here throws
     Session& rail = opened.emplace_back(domain);
     printf("[%zu] Received CONNECT message from client %s on %s\n", number,
            ToHex(addr).c_str(), rail.Name());

@@ -1162,8 +1162,8 @@ size_t ParseNumber(const std::string& text, size_t max) {
   return number;
 }
 
-// Takes the numbers of standard input and output if they are closed. Otherwise
-// our lines would go into the first files that libfabric opens.
+// Takes the numbers of standard input, output and error if they are closed.
+// Otherwise our lines would go into the first files that libfabric opens.
 void TakeStandardFiles() {
   for (int fd : {0, 1, 2}) {
     if (fcntl(fd, F_GETFD) < 0) open("/dev/null", O_RDWR);

@@ -142,8 +142,8 @@ def test_removed(strict):
     of again. This costs the server and the other clients nothing."""
     # Later, and a client would say CONNECT again: this might be read when it has gone, and
     # strict.so knows no address of anybody who has gone.
-    server = strict("13_crowd", STRICT_CQ_DELAY_US="400000", STRICT_RECV_DISORDER="1")
-    fast = {"STRICT_DELAY_US": "0", "STRICT_CQ_DELAY_US": "0",
+    server = strict("13_crowd", STRICT_LATE_SENDS_US="400000", STRICT_RECV_DISORDER="1")
+    fast = {"STRICT_DELAY_US": "0", "STRICT_CQ_DELAY_US": "0", "STRICT_LATE_SENDS_US": "0",
             "STRICT_RECV_DISORDER": "0"}
     clients = [server.check_client(count, "1", **fast) for count in ("25", "1")]
     # The last of them, too.

@@ -181,7 +181,7 @@ def test_existing_files(serve, name):
         after = os.lstat(path)
         assert (before.st_ino, before.st_mtime_ns, before.st_size) == \
             (after.st_ino, after.st_mtime_ns, after.st_size)
-        assert os.listdir(server.folder) == [name]
+        wait_until(lambda: os.listdir(server.folder) == [name])
         (os.rmdir if os.path.isdir(path) and not os.path.islink(path) else os.unlink)(path)
     assert sorted(os.listdir(outside)) == ["file", "precious"]
     server.stop()
@@ -261,7 +261,7 @@ def test_disk_that_forgets(serve, what, error):
                   f"the server: {error}: Input/output error")
     server.process.wait_for("Done")
     # It has its name already, and is whole.
-    assert len(os.listdir(server.folder)) == (what == "directories")
+    wait_until(lambda: len(os.listdir(server.folder)) == (what == "directories"))
     assert len(server.errors()) == 1
     server.stop()
 
